@@ -48,6 +48,7 @@ def command_line(given: Sequence[str]) -> tuple[list[str], Mapping[str, str]] | 
     with contextlib.suppress(ImportError):  # what is missing is said when the command line is carried out
         launcher()
     try:
+        _check_open(int(numbers[0]))
         with open(int(numbers[0]), encoding="utf-8") as file:
             text = file.read()
         if not text:
@@ -60,6 +61,14 @@ def command_line(given: Sequence[str]) -> tuple[list[str], Mapping[str, str]] | 
             f"--command-fd={numbers[0]}: no JSON object of arguments and environment comes there: {error}"
         ) from error
     return line, {name: value for name, value in os.environ.items() if not name.startswith(Variable.FLAG)}
+
+
+def _check_open(descriptor: int) -> None:
+    """Raises ValueError if it is not open. `open` takes a number beyond any descriptor for a path."""
+    try:
+        os.fstat(descriptor)
+    except (OSError, OverflowError) as error:
+        raise ValueError("no such descriptor is open") from error
 
 
 @contextlib.contextmanager

@@ -375,10 +375,11 @@ def build_parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentPa
     for flag, takes_value, why in _IGNORED:
         name = flag.lstrip("-").replace("-", "_")
         given = environ.get(f"{Variable.FLAG}{name.upper()}")
-        known: dict[str, Any] = {"dest": f"ignored_{name}", "default": given, "help": why}
+        known: dict[str, Any] = {"dest": f"ignored_{name}", "default": given, "help": why, "action": _Noted}
         if not takes_value:
             known |= {"nargs": 0, "action": _Given, "default": (given or "").lower() in _TRUE or None}
         hidden.add_argument(*_spellings([flag]), **known)
+    parser.set_defaults(flags=())
     parser.add_argument("training_script", help="the script, or the module with -m")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its own arguments")
     return parser
@@ -389,6 +390,14 @@ class _Universal(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         namespace.universal_checkpoint, namespace.universal_gate = True, self.const == "gate"
+
+
+class _Noted(argparse.Action):
+    """Notes in `flags` that a value came from a flag, and not from its variable."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.flags = (*namespace.flags, self.dest)
 
 
 class _Given(argparse.Action):

@@ -36,13 +36,18 @@ def find_master(options: argparse.Namespace, environ: Mapping[str, str]) -> None
         raise UsageError("--standalone has a master of its own: drop it, or --master")
     options.meet = ""
     options.own_endpoint = _is_own(options.rdzv_endpoint)
+    if options.own_endpoint and options.min_nodes > 1 and not options.master and not options.standalone:
+        raise UsageError(
+            f"argument --rdzv-endpoint: no other node finds {options.rdzv_endpoint!r}, and --nnodes waits for"
+            f" {options.min_nodes}: write HOST:PORT of one of them, or --nnodes=1"
+        )
     options.standalone |= options.own_endpoint and not options.master
     if options.master or options.standalone:
         return
     service = environ.get(Variable.MASTER, "")
     # PET_MASTER_ADDR is for any launcher, DLROVER_MASTER_ADDR for this one.
-    other = service and options.ignored_master_addr == environ.get(f"{Variable.FLAG}MASTER_ADDR")
-    options.meet = meeting_point(options, "" if other else options.ignored_master_addr)
+    other = not service or "ignored_master_addr" in options.flags
+    options.meet = meeting_point(options, options.ignored_master_addr if other else "")
     if options.meet:
         return
     if options.rdzv_endpoint:

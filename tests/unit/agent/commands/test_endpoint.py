@@ -55,7 +55,8 @@ def test_variables_of_a_launcher_are_flags() -> None:
     assert (options.meet, options.master) == ("", "service:1")
     assert "--master-addr is not needed and has no effect: use --master HOST:PORT" in ignored(options)
     flags = ["--nnodes=2", "--master-addr=node0"]
-    assert parse([*flags, SCRIPT], {"DLROVER_MASTER_ADDR": "service:1"}).meet == "node0:29500"
+    for other in {}, {"PET_MASTER_ADDR": "node0"}:
+        assert parse([*flags, SCRIPT], {"DLROVER_MASTER_ADDR": "service:1", **other}).meet == "node0:29500"
     given = parse([SCRIPT], {"PET_NETWORK_CHECK": "1", "PET_AUTO_CONFIG": "0", "PET_ACCELERATOR": ""})
     assert [line.split()[0] for line in ignored(given)] == ["--network-check"]
 
@@ -66,7 +67,11 @@ def test_port_0_of_this_machine_is_a_master_of_its_own(flags: list[str], host: s
     """As torchrun's page has it for several jobs on one machine."""
     options = parse([*flags, f"--rdzv-endpoint={host}:0", SCRIPT], {"DLROVER_MASTER_ADDR": "else:1"})
     assert (options.meet, options.master, ignored(options)) == ("", None, [])
-    assert parse(["--master=m:1", f"--rdzv-endpoint={host}:0", SCRIPT], {}).master == "m:1"
+    two = ["--nnodes=2", f"--rdzv-endpoint={host}:0", SCRIPT]
+    assert parse(["--master=m:1", *two], {}).master == "m:1"
+    assert parse(["--standalone", *two], {}).standalone
+    with pytest.raises(UsageError, match=r"--rdzv-endpoint: no other node finds .*:0', and --nnodes waits for 2"):
+        parse(two, {})
 
 
 @pytest.mark.parametrize("environ", [{}, {"PET_STANDALONE": "1", "PET_RDZV_ENDPOINT": "localhost:29400"}])
