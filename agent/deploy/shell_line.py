@@ -202,9 +202,7 @@ def flag_value(text: str, flag: str, variables: Mapping[str, str]) -> str:
         own, equals, rest = word.partition("=")
         if own.replace("_", "-") == flag:
             given = rest if equals else following
-    for name, value in variables.items():
-        given = re.sub(rf"\$(?:{name}\b|{{{name}}})", lambda _, value=value: value, given)
-    return given
+    return re.sub(r"\$(?:(\w+)|{(\w+)})", lambda found: variables.get(found[1] or found[2], found[0]), given)
 
 
 def with_flags(text: str, flags: Mapping[str, str]) -> str:
