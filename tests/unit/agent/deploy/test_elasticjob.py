@@ -96,6 +96,7 @@ def test_a_job_is_translated() -> None:
         (["bash", "-c", "time dlrover-run a.py"], "time exec dalsegno-run a.py", (4, 4)),
         (["bash", "-c", "2> log dlrover-run a.py"], "2> log exec dalsegno-run a.py", (4, 4)),
         (["bash", "-c", "A[0]=1 dlrover-run a.py"], "A[0]=1 exec dalsegno-run a.py", (4, 4)),
+        (["bash", "-c", 'r() { "$@"; }\nr dlrover-run a.py'], 'r() { "$@"; }\nr exec dalsegno-run a.py', (4, 4)),
         (["bash", "-c", "A=b time dlrover-run a.py"], "A=b time dalsegno-run a.py", (4, 4)),
         (["bash", "-c", "exec numactl dlrover-run a.py"], "exec numactl dalsegno-run a.py", (4, 4)),
         # Only what stands between the agent and its script is its own.

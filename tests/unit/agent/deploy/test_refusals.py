@@ -18,6 +18,7 @@ from tests.support.deploy import AUTOSCALED, BY_METRIC, ETCD, FULL, GPT, TLS, jo
         ({"shell": "exec dalsegno-run --nnodes=1:4 a.py"}, (1, 4)),
         ({"shell": "exec dalsegno-run --nnodes=02 a.py", "nnodes": 2}, (2, 2)),
         ({"shell": "command -v dalsegno-run || exit; /opt/dalsegno-run --nnodes=2 a.py"}, (2, 2)),
+        ({"shell": "dalsegno-run --nnodes=2 a.py || command -v dalsegno-run"}, (2, 2)),
         ({"shell": "exec dalsegno-run a.py", "env": {"PET_NNODES": "3"}}, (3, 3)),
         ({"shell": "exec dalsegno-run --nnodes=$N a.py"}, (1, 1)),
         ({"shell": "# --nnodes=3\nexec dalsegno-run a.py --nnodes 3", "nnodes": "1:4"}, (1, 4)),
