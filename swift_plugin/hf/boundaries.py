@@ -15,7 +15,7 @@ from .run import ElasticRun
 class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Lets all ranks of a run agree at the boundaries of the Trainer's steps.
 
-    Its ``on_epoch_end`` raises Refusal where a callback ends a data epoch before its last step.
+    Its ``on_epoch_end`` raises Refusal where a callback ends a data epoch before its last step and another follows.
 
     Args:
         trainer: The Trainer.
@@ -45,9 +45,11 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
         boundary = self._run.stepped()
         # At the end there is nothing to drain: the remaining work is what a drain would have to do.
         control.should_save = control.should_save or boundary.save
+        self._stop_with_the_last_epoch(state, control)
         self._run.draining = boundary.drain and not boundary.end and not control.should_training_stop
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stop_with_the_last_epoch(state, control)
         position, endless = self._run.loader.position, self._run.loader.endless
         if control.should_epoch_stop and not control.should_training_stop and position.samples and not endless:
             raise Refusal(
@@ -55,6 +57,12 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
                 "(should_epoch_stop): this cannot be trained elastically; set should_training_stop, or leave it out"
             )
         self._run.epoch_ended = True
+
+    def _stop_with_the_last_epoch(self, state: Any, control: Any) -> None:
+        """Whoever ends the last data epoch ends the training: a checkpoint has to say so, or a resume would go on."""
+        if control.should_epoch_stop and self._run.loader.position.samples and not self._run.loader.endless:
+            last = self._run.loader.position.data_epoch + 1 >= state.num_train_epochs
+            control.should_training_stop = control.should_training_stop or last
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.predicted()

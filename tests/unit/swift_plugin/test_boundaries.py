@@ -17,9 +17,12 @@ from dalsegno.swift_plugin.hf.boundaries import Boundaries
 
 def at(boundary: Boundary, **control: bool) -> tuple[TrainerControl, Any]:
     """The Trainer's control and our run, behind a step that ends with this boundary."""
-    run = SimpleNamespace(stepped=lambda: boundary, draining=False)
+    position = SimpleNamespace(data_epoch=1, samples=3)
+    run = SimpleNamespace(
+        stepped=lambda: boundary, draining=False, loader=SimpleNamespace(position=position, endless=False)
+    )
     told = TrainerControl(**control)
-    Boundaries(SimpleNamespace(elastic_run=run)).on_step_end(None, None, told)
+    Boundaries(SimpleNamespace(elastic_run=run)).on_step_end(None, SimpleNamespace(num_train_epochs=2), told)
     return told, run
 
 
@@ -35,3 +38,4 @@ def test_a_drain_is_for_later() -> None:
     assert at(Boundary(3, True, drain=True))[1].draining
     assert not at(Boundary(3, True, drain=True, end=True))[1].draining
     assert not at(Boundary(3, True, drain=True), should_training_stop=True)[1].draining
+    assert not at(Boundary(3, True, drain=True), should_epoch_stop=True)[1].draining
