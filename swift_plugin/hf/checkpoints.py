@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.elastic import Session
-from dalsegno.elastic.checkpoint import MANIFEST, CheckpointStore, Reads, inventory
+from dalsegno.elastic.checkpoint import MANIFEST, CheckpointStore, Manifest, Reads, inventory, lineage
 from dalsegno.elastic.saving.bests import Sight
 from dalsegno.protos.contract import JobSettings
 
@@ -272,28 +273,44 @@ def _link(place: Path, file: Path) -> None:
     os.replace(temporary, place)
 
 
-def unlinked(output_dir: Path, run_dir: Path, newest: int) -> list[tuple[Path, int]]:
-    """The run's sealed checkpoints up to the step ``newest`` without a place in the output directory, oldest first.
+def unlinked(output_dir: Path, run_dir: Path, resume: Manifest) -> list[tuple[Path, int]]:
+    """The sealed checkpoints on the way to a resume point that have no place in the output directory, oldest first.
 
-    With their steps. Of several of one step it is the last one.
+    With their steps. They are newer than all that have one, because what people have deleted stays deleted; but the
+    resume point itself always gets one.
+
+    Args:
+        output_dir: The Trainer's.
+        run_dir: The run's.
+        resume: The manifest of the resume point, which may be in memory alone.
     """
     try:
-        found = {one.step: run_dir / one.name for one in inventory(run_dir, check_sizes=False) if one.step <= newest}
+        found = inventory(run_dir, check_sizes=False)
+        linked = newest_linked(output_dir, run_dir, resume.step)
     except OSError as error:
         log.warning("%s: what is there cannot be linked in %s: %s", run_dir, output_dir, error)
         return []
-    places = {step: trainers(output_dir, step) for step in sorted(found)}
+    before = [one for one in found if one.parsed_name.age < resume.parsed_name.age]
+    # Of several of one step it is the last one.
+    chain = {one.step: run_dir / one.name for one in lineage([*before, resume])}
+    places = {step: trainers(output_dir, step) for step in chain if step > linked or step == resume.step}
     return [
-        (found[step], step)
+        (chain[step], step)
         for step, place in places.items()
-        if not (is_linked(place) or is_foreign(place)) and (trainers(found[step], step) / TRAINER_STATE).is_file()
+        if not (is_linked(place) or is_foreign(place)) and (trainers(chain[step], step) / TRAINER_STATE).is_file()
     ]
 
 
-def newest_linked(output_dir: Path) -> int:
-    """The newest step that has a place in the output directory; -1: none has."""
-    places = [place for place in output_dir.glob("checkpoint-*") if is_linked(place)]
-    return max((int(step) for place in places if (step := place.name.partition("-")[2]).isdecimal()), default=-1)
+def newest_linked(output_dir: Path, run_dir: Path, most: int = sys.maxsize) -> int:
+    """The newest step, of at most ``most``, that has a place that points below ``run_dir``; -1: none has."""
+    own = os.path.realpath(run_dir)
+    steps = [-1]
+    for place in output_dir.glob("checkpoint-*"):
+        step = place.name.partition("-")[2]
+        if step.isdecimal() and is_linked(place):
+            target = Path(os.path.realpath(place / TRAINER_STATE))
+            steps += [int(step)] if target.is_relative_to(own) and int(step) <= most else []
+    return max(steps)
 
 
 def is_linked(place: Path) -> bool:

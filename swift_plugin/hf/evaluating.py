@@ -9,10 +9,10 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from .held import counted, exportable
+from .held import counted, exportable, same
 
 __all__ = ["Alive", "Evaluation"]
 
@@ -45,7 +45,8 @@ class Alive:
         over = threading.Event()
         self._heard_at = time.monotonic()
         try:
-            threading.Thread(target=self._say, args=(over,), name="dalsegno-alive", daemon=True).start()
+            with suppress(RuntimeError):  # The system gives no more threads: there are no signs, and nothing else.
+                threading.Thread(target=self._say, args=(over,), name="dalsegno-alive", daemon=True).start()
             yield
         finally:
             over.set()
@@ -65,8 +66,13 @@ class Evaluation:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._logs, self._stops = len(trainer.state.log_history), trainer.control.should_training_stop
-        callbacks = [one for one in exportable(trainer) if one is not trainer.control]
-        self._counted = [(one, copy.deepcopy(counted(one))) for one in callbacks]
+        self._counted = list[tuple[Any, dict[str, Any]]]()
+        for one in exportable(trainer):
+            # Somebody's own may fail when it is asked, or hold what cannot be copied: it is left as it is then.
+            with suppress(Exception):
+                if one is trainer.control:
+                    continue
+                self._counted.append((one, copy.deepcopy(counted(one))))
         self._others = copy.deepcopy(trainer.remembered())
 
     def undo(self) -> None:
@@ -75,7 +81,13 @@ class Evaluation:
         del state.log_history[self._logs :]
         control.should_training_stop, control.should_evaluate = self._stops, True
         for callback, attributes in self._counted:
+            now = dict[str, Any]()
+            with suppress(Exception):
+                now = counted(callback)
             for name, value in attributes.items():
-                setattr(callback, name, value)
+                # What cannot be set stays: the save that comes next is worth more.
+                with suppress(Exception):
+                    if name not in now or not same(now[name], value):
+                        setattr(callback, name, value)
         for callback in self._trainer.callback_handler.callbacks:
             vars(callback).update(self._others.get(type(callback).__name__, {}))

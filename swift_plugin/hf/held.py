@@ -7,6 +7,7 @@ are, which tensors are in them, and all small contents. The other files are made
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -260,11 +261,65 @@ def note_given(trainer: Any) -> None:
                 trainer.given = (*trainer.given, (one, copy.deepcopy(one.state().get("args", {}))))
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal and of one type; not if they cannot be compared, as arrays."""
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # somebody's own values
+        return False
+
+
+def _plain_arguments(one: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Its arguments that are attributes of this very value, and the same once they are read again.
+
+    A property cannot be set, and a path that is saved as text is no path again.
+
+    Args:
+        one: A callback.
+        state: Its present state.
+    """
+    own = getattr(one, "__dict__", {})
+    named = state.get("args", {}).items()
+    return {name: value for name, value in named if name in own and same(own[name], value) and _is_json(value)}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return same(json.loads(json.dumps(value)), value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
 def counted(callback: Any) -> dict[str, Any]:
     """What it saves of its attributes, and of its arguments where they are attributes."""
     state = callback.state()
-    named = {name: value for name, value in state.get("args", {}).items() if hasattr(callback, name)}
-    return {**named, **state.get("attributes", {})}
+    return {**_plain_arguments(callback, state), **state.get("attributes", {})}
+
+
+def load(callback: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Sets what a callback has counted.
+
+    Args:
+        callback: It is about to train.
+        saved: Its saved state.
+
+    Returns:
+        Names of attributes that cannot be set, or would not be what they were.
+    """
+    wrong: set[str] = set()
+    with suppress(Exception):  # somebody's own may have a state only while it trains
+        state = callback.state()
+        # A version has saved arguments of any form among the attributes.
+        wrong = state.get("args", {}).keys() - _plain_arguments(callback, state).keys() - state["attributes"].keys()
+    passed = list[str]()
+    for name, value in saved.get("attributes", {}).items():
+        try:
+            if name in wrong:
+                raise AttributeError(name)
+            setattr(callback, name, value)
+        except Exception:
+            passed.append(name)
+    return passed
 
 
 def states(trainer: Any) -> dict[str, Any]:
@@ -279,13 +334,12 @@ def _state(trainer: Any, one: Any) -> dict[str, Any]:
     The others are the script's: who changes one there, and starts again, means it.
     """
     state: dict[str, Any] = one.state()
+    if one is trainer.control:
+        return state
     given: Mapping[str, Any] = next((arguments for known, arguments in trainer.given if known is one), {})
-    changed = {
-        name: value
-        for name, value in state.get("args", {}).items()
-        if name in given and given[name] != value and hasattr(one, name)
-    }
-    return state if one is trainer.control else {**state, "attributes": {**changed, **state.get("attributes", {})}}
+    plain = _plain_arguments(one, state).items()
+    changed = {name: value for name, value in plain if name in given and not same(given[name], value)}
+    return {**state, "attributes": {**changed, **state.get("attributes", {})}}
 
 
 def saved_states(trainer: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:

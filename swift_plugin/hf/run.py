@@ -15,7 +15,6 @@ from typing import Any
 from dalsegno.elastic import Batch, BatchPlan, MicroBatch, Session
 from dalsegno.elastic.checkpoint import Reads, Ref
 from dalsegno.elastic.rank.exchange import Boundary
-from dalsegno.elastic.rank.remarks import show
 from dalsegno.elastic.saving.background_save import Background
 from dalsegno.elastic.saving.resuming import check_strategy
 from dalsegno.elastic.training.findings import OURS, loads_anywhere
@@ -26,7 +25,7 @@ from . import checkpoints, data, refusals
 from .arguments import alike
 from .checkpoints import Arriving, TrainerWrite, Unfinished
 from .evaluating import Alive
-from .forgetting import Forgetful, lost_arguments
+from .forgetting import forgetful
 from .held import TrainersState
 from .known_writers import nobody_looks, writes_as_known
 from .options import Options, global_batch_size
@@ -34,10 +33,6 @@ from .survivors import Survivors
 
 # Seconds between two questions of an evaluation whether some rank is to leave, and the most batches between them.
 _ASK_SECONDS, _ASK_BATCHES = 0.2, 64
-
-
-# What a callback needs for its counts to be saved.
-KEEPING = "state() of ExportableState"
 
 
 class Leaving(BaseException):
@@ -113,7 +108,6 @@ class ElasticRun:
         # The last step that was saved to memory for the disk; such a save is under way; none is to be begun.
         self._asked_for, self._to_disk, self._without_memory = -1, False, False
         self._survivors: Survivors | None = None
-        self._forgetful: Forgetful | None = None
         # What a log says of the last step, by name; tensors are asked for their values when they are needed.
         self.of_step: dict[str, Any] = {}
         self._may_leave, self._ask_every, self._asked, self._asked_at = False, 1, 0, 0.0
@@ -143,7 +137,7 @@ class ElasticRun:
 
     def learn(self, trainer: Any, model: Any, optimizer: Any) -> None:
         """Collects what people should know of this training before its first step."""
-        examination, self._forgetful = self.session.examination, Forgetful(trainer)
+        examination = self.session.examination
         examination.learn_parts(model, optimizer)
         examination.learn(
             strategy=self.strategy,
@@ -154,19 +148,9 @@ class ElasticRun:
             data=OURS,
             fixed_micro_batch=self.plan.fixed_micro_batch,
             seeded=self.loader.cut.seed is not None,
-            stateless=self._forgetful.names,
-            keeping=KEEPING,
+            stateless=forgetful(trainer),
+            keeping="state() of ExportableState",
         )
-
-    def look_at_callbacks(self, trainer: Any) -> None:
-        """At the run's first save rank 0 says which callbacks have turned out to keep what is not saved."""
-        forgetful, self._forgetful = self._forgetful, None
-        if forgetful is None or self.session.rank or self.session.resume is not None:
-            return
-        if names := forgetful.others():
-            show(f"not saved: {', '.join(names)}: without {KEEPING} they begin anew at each start")
-        if names := lost_arguments(trainer):
-            show(f"not saved: {', '.join(names)}: an argument that is no attribute begins anew at each start")
 
     def watch(self, trainer: Any) -> None:
         """Has the ranks that are left after a crash save the last boundary, where that is possible. Collective."""
@@ -357,11 +341,12 @@ class ElasticRun:
 
     def link_earlier(self) -> None:
         """Links what worlds before have saved: the process may have died before it did, or before that was there."""
-        if self.session.rank or self.session.run_dir is None:
+        run_dir, resume = self.session.run_dir, self.session.resume
+        if self.session.rank or run_dir is None or resume is None:
             return
-        for checkpoint, step in checkpoints.unlinked(self.output_dir, self.session.run_dir, self.session.step):
+        for checkpoint, step in checkpoints.unlinked(self.output_dir, run_dir, resume.manifest):
             self._link(checkpoint, step)
-            if step == checkpoints.newest_linked(self.output_dir):
+            if step == checkpoints.newest_linked(self.output_dir, run_dir):
                 self._linked(step)
 
     # Between two steps.
@@ -444,7 +429,6 @@ class ElasticRun:
         self.loader.close()
         self.session.finish()
         self._arriving.look_at_last()
-        self.link_earlier()
         self.finished = True
         if self.session.rank == 0:
             with suppress(OSError):

@@ -46,7 +46,6 @@ class SavingTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if not (self._run.in_memory or self._run.draining):
             self._run.mark(self, save=True)
-        self._run.look_at_callbacks(self)
 
         def theirs() -> None:
             write = self.state.save_to_json

@@ -17,6 +17,7 @@ import torch
 import transformers.trainer as upstream
 
 from dalsegno.elastic import session
+from dalsegno.elastic.rank.remarks import show
 from dalsegno.elastic.rank.way_in import TRAINS, way_in
 from dalsegno.elastic.saving.optimizers import check_kept
 from dalsegno.elastic.trainer.strategies import resume_rates
@@ -141,8 +142,8 @@ class ElasticTrainer(SavingTrainer):
             if one is self.control:
                 self._run.stopped = bool(saved.get("args", {}).get("should_training_stop"))
                 continue
-            for name, value in saved.get("attributes", {}).items():
-                setattr(one, name, value)
+            if (passed := held.load(one, saved)) and self._run.session.rank == 0:
+                show(f"{type(one).__name__}: {', '.join(passed)} cannot be set as it was saved; the script's value counts")
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         return self.optimizer if self._keeps(self.optimizer) else super().create_optimizer(*args, **kwargs)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from transformers.trainer_callback import ExportableState
 from dalsegno.elastic import Drained
 from dalsegno.elastic.rank.agreement import Refusal
 from dalsegno.swift_plugin import hf as plugin
+from dalsegno.swift_plugin.hf import held
+from dalsegno.swift_plugin.hf.forgetting import forgetful
 from tests.unit.swift_plugin.hf import test_hf_trainer as hf
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -153,44 +156,6 @@ def test_a_trainer_that_is_elastic_is_refused(tmp_path: Path, monkeypatch: pytes
         plugin.elastic(trainer)
 
 
-class Average(TrainerCallback):  # type: ignore[misc]
-    """Averages the weights, past the versions that torch counts."""
-
-    def __init__(self, model: Any) -> None:
-        self.average = copy.deepcopy(model)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        for own, trained in zip(self.average.parameters(), model.parameters(), strict=True):
-            own.data.lerp_(trained.data, 0.1)
-
-
-class Best(TrainerCallback):  # type: ignore[misc]
-    """Has no best value at first."""
-
-    def __init__(self) -> None:
-        self.best = None
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.best = logs.get("loss", self.best)
-
-
-class Meter:
-    """Of somebody's own."""
-
-    def __init__(self) -> None:
-        self.total = 0.0
-
-
-class Metered(TrainerCallback):  # type: ignore[misc]
-    """Counts in an object."""
-
-    def __init__(self) -> None:
-        self.meter = Meter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.meter.total += 1
-
-
 class Rows(TrainerCallback):  # type: ignore[misc]
     """Has an array."""
 
@@ -198,46 +163,135 @@ class Rows(TrainerCallback):  # type: ignore[misc]
         self.rows = torch.zeros(3).numpy()
 
 
-class Refers(TrainerCallback):  # type: ignore[misc]
-    """Keeps nothing of its own that changes."""
+class Slotted:
+    """Has no dictionary, and fails when it is looked at."""
 
-    def __init__(self, model: Any) -> None:
-        self.model, self.head, self.teacher = model, model.lm_head, copy.deepcopy(model)
-        self.settings, self.trainer, self.on, self.said = Meter(), None, False, ""
+    __slots__ = ("callback",)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.on, self.said = True, "x"
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
 
 
-class Hidden(Seen):
-    """Counts in an argument that is no attribute."""
+def test_callbacks_that_show_that_they_count_are_named() -> None:
+    """At the start; not what fails when it is looked at."""
+    broken = TrainerCallback()
+    broken.one = Slotted()
+    handler = SimpleNamespace(callbacks=[Rows(), Halves(), Slotted(), broken, Seen()])
+    assert forgetful(SimpleNamespace(callback_handler=handler, counting={})) == ("Rows", "Halves")
+
+
+class Property(Seen):
+    """Its argument cannot be set."""
 
     def __init__(self) -> None:
         self._seen = 0
 
+    seen = property(lambda self: self._seen)  # type: ignore[assignment]
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._seen += 1
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._seen += 1
+
+
+class Folder(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Its argument is a path that it saves as text."""
+
+    def __init__(self) -> None:
+        self.folder = Path("x")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.folder = self.folder.parent / f"x{state.global_step}"
+
+    on_prediction_step = on_step_end
+
     def state(self) -> dict[str, Any]:
-        return {"args": {"hidden": self._seen}, "attributes": {}}
+        return {"args": {"folder": str(self.folder)}, "attributes": {}}
 
 
-def test_what_turns_out_to_count_is_told_of_at_the_first_save(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Weights, a value that was None, an object; not what is the Trainer's, or stays as it was. Once in a run."""
-    model = hf.make_model()
-    refers = Refers(model)
-    callbacks = [Average(model), Best(), Metered(), Rows(), refers, Hidden()]
-    trainer = hf.make(tmp_path, *callbacks, hf.At(7, hf.drain), model=model)
-    refers.trainer = trainer
+class Pair(Folder):
+    """Its argument is a pair, which a file has as a list."""
+
+    def __init__(self) -> None:
+        self.pair = (0, 0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.pair = (*self.pair[:1], state.global_step)
+        assert hash(self.pair)
+
+    on_prediction_step = on_step_end
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"pair": self.pair}, "attributes": {}}
+
+
+@pytest.mark.parametrize("kind", [Property, Folder, Pair])
+def test_an_argument_that_is_no_plain_attribute_begins_anew(tmp_path: Path, kind: Any) -> None:
+    """It ends neither the leave in an evaluation nor the run that resumes."""
+    evaluates = {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 1}
     with pytest.raises(Drained):
-        trainer.train()
-    told = capsys.readouterr().out
-    assert "not saved: Rows, At: without state() of ExportableState they begin anew" in told
-    late = "not saved: Average, Best, Metered: without state() of ExportableState they begin anew at each start"
-    assert told.count(late) == 1
-    assert "not saved: Hidden.hidden: an argument that is no attribute begins anew" in told
-    assert "Refers" not in told
-    hf.train(hf.make(tmp_path, Best()))
-    assert "not saved" not in capsys.readouterr().out
+        hf.train(hf.make(tmp_path, kind(), hf.Predicting(8, hf.drain), **evaluates))
+    saved = json.loads((tmp_path / "out/checkpoint-8/trainer_state.json").read_text())
+    assert saved["stateful_callbacks"][kind.__name__]["attributes"] == {}
+    hf.train(hf.make(tmp_path, kind(), **evaluates))
+
+
+@pytest.mark.parametrize("kind", [Property, Folder])
+def test_such_an_argument_that_a_checkpoint_has_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: Any
+) -> None:
+    """Another version has saved it as an attribute."""
+    with monkeypatch.context() as patch, pytest.raises(Drained):
+        patch.setattr(held, "_state", lambda trainer, one: {**one.state(), "attributes": dict(one.state()["args"])})
+        hf.train(hf.make(tmp_path, kind(), hf.At(3, hf.drain)))
+    hf.train(hf.make(tmp_path, kind()))
+    name = "seen" if kind is Property else "folder"
+    assert f"{kind.__name__}: {name} cannot be set as it was saved" in capsys.readouterr().out
+
+
+class Stubborn(Seen):
+    """Takes no smaller count."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value < self.__dict__.get(name, 0):
+            raise RuntimeError("no way back")
+        super().__setattr__(name, value)
+
+
+def test_an_attribute_that_cannot_be_taken_back_stays(tmp_path: Path) -> None:
+    """The save of a leave is worth more."""
+    evaluates = {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 1}
+    with pytest.raises(Drained):
+        hf.train(hf.make(tmp_path, Stubborn(), hf.Predicting(8, hf.drain), **evaluates))
+
+
+class Fixed(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Nothing of it may be set, and nothing changes."""
+
+    @property
+    def most(self) -> int:
+        return 3
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"most": self.most}}
+
+
+def test_what_cannot_be_set_ends_no_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An attribute of a state that is a property."""
+    with pytest.raises(Drained):
+        hf.train(hf.make(tmp_path, Fixed(), hf.At(3, hf.drain)))
+    hf.train(hf.make(tmp_path, Fixed()))
+    assert "Fixed: most cannot be set as it was saved" in capsys.readouterr().out
+
+
+def test_the_last_data_epoch_may_end_early(tmp_path: Path) -> None:
+    """The training ends there, and what is saved there says so: a resume does not go on."""
+    trainer = hf.make(tmp_path, EndsEpoch(10), save_steps=10)
+    trainer.train()
+    assert trainer.state.global_step == 10
+    saved = json.loads((tmp_path / "out/checkpoint-10/trainer_state.json").read_text())
+    assert saved["stateful_callbacks"]["TrainerControl"]["args"]["should_training_stop"]
+    again = hf.make(tmp_path, save_steps=10)
+    hf.train(again)
+    assert again.state.global_step == 10
