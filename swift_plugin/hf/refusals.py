@@ -126,15 +126,18 @@ def _found(trainer: Any) -> list[tuple[str, str]]:
     if getattr(getattr(trainer, "template", None), "sequence_parallel_size", 1) > 1:
         found.append(("sequence parallelism", "leave out --sequence_parallel_size"))
     found += [_of_samples(trainer, name, owner) for name in _SAMPLES if (owner := overrides(trainer, name))]
-    found += _of_adapters(getattr(getattr(trainer, "model", None), "peft_config", None) or {})
+    found += _of_adapters(trainer)
     if trainer.train_dataset is None:
         found.append(("no train_dataset", "give the Trainer one"))
     return found
 
 
-def _of_adapters(configs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What no start would make again as the first one has made it."""
-    for config in configs.values():
+def _of_adapters(trainer: Any) -> Iterator[tuple[str, str]]:
+    """Adapters that are trained, and that no start would make again as the first one has made them."""
+    configs: Mapping[str, Any] = getattr(getattr(trainer, "model", None), "peft_config", None) or {}
+    # What belongs to an adapter has the adapter's name in its own.
+    trained = {part for name, _ in _trained(trainer) for part in name.split(".")} if configs else set()
+    for config in (config for name, config in configs.items() if name in trained):
         if str(getattr(config.peft_type, "value", config.peft_type)) == "ADALORA":
             yield "AdaLoRA", ADALORA
         begins = getattr(config, "init_lora_weights", None)

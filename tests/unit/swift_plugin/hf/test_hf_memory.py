@@ -23,6 +23,8 @@ from dalsegno.elastic.training import entry
 from dalsegno.elastic.training.saves import Saves
 from dalsegno.swift_plugin.hf import checkpoints
 from dalsegno.swift_plugin.hf.options import Options, from_environment
+from dalsegno.swift_plugin.hf.saving import SavingTrainer
+from tests.unit.elastic.checkpoint.test_best import made
 from tests.unit.swift_plugin.hf import test_hf_trainer as hf
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -239,7 +241,7 @@ def test_a_crash_goes_on_from_the_last_of_them(tmp_path: Path, memory: Path, mon
 def test_what_comes_to_the_disk_around_a_crash_is_linked(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two worlds and after the next one's begin; not what lies beyond the step that the run goes on from."""
+    """Between two worlds; not what lies beyond the step that the run goes on from, comes late, or was deleted."""
     told = list[int]()
 
     def die() -> None:
@@ -257,13 +259,52 @@ def test_what_comes_to_the_disk_around_a_crash_is_linked(
     assert in_output() == []
     for step in (5, 8):
         bring_step(step)
-    monkeypatch.setattr(hf.ElasticTrainer, "linked", lambda trainer, step: told.append(step))
+    monkeypatch.setattr(SavingTrainer, "linked", lambda trainer, step: told.append(step))
     trainer = make(tmp_path / "a", monkeypatch, hf.At(10, lambda: bring_step(4)), every=0)
     assert (in_output(), told) == (["checkpoint-5", "checkpoint-8"], [5, 8])
-    bring_step(10)
+    bring_step(10)  # the dead world's, which this one makes again
+    shutil.rmtree(tmp_path / "a" / "out" / "checkpoint-5")
     hf.train(trainer)
-    assert in_output() == sorted(f"checkpoint-{step}" for step in (4, 5, 8, 10, 12))
-    assert told == [5, 8]  # Nobody takes step 4, which comes late, for the last one.
+    assert in_output() == sorted(f"checkpoint-{step}" for step in (8, 10, 12))
+    places = [tmp_path / "a" / "out" / f"checkpoint-{step}" / "trainer_state.json" for step in (8, 10, 12)]
+    assert [place.resolve().parents[1].name.split(".")[1] for place in places] == ["e0", "e1", "e1"]
+    hf.close()
+    make(tmp_path / "a", monkeypatch, every=0)
+    assert "checkpoint-5" not in in_output()
+    assert told == [5, 8]
+
+
+def test_only_what_leads_to_the_resume_point_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what was left by going back; nor what is older than a place of this run. Others' places do not count."""
+    first = [made(f"step-{step}.e1.1") for step in (2, 4, 6, 8)]
+    resume = made("step-5.e2.1", first[1])
+    found = [*first, resume, made("step-3.e2.1", first[0]), made("step-7.e3.1", resume)]
+    run_dir, output = tmp_path / "run", tmp_path / "out"
+    monkeypatch.setattr(checkpoints, "inventory", lambda place, check_sizes: found)
+
+    def place(directory: Path, step: int) -> Path:
+        file = checkpoints.trainers(directory, step) / checkpoints.TRAINER_STATE
+        file.parent.mkdir(parents=True)
+        return file
+
+    for one in found:
+        place(run_dir / one.name, one.step).touch()
+    place(tmp_path / "other", 3).touch()
+    place(output, 3).symlink_to(tmp_path / "other/checkpoint-3/trainer_state.json")
+    assert steps_of(output, run_dir, made("step-9.e2.1", first[1])) == [2, 4, 5]  # in memory alone
+    place(output, 6).symlink_to(run_dir / "step-6.e1.1/checkpoint-6/trainer_state.json")  # beyond the resume point
+    assert steps_of(output, run_dir, resume) == [2, 4, 5]
+    assert checkpoints.newest_linked(output, run_dir) == 6
+    place(output, 4).symlink_to(run_dir / "step-4.e1.1/checkpoint-4/trainer_state.json")
+    assert steps_of(output, run_dir, resume) == [5]
+    place(output, 5).symlink_to(run_dir / "step-5.e2.1/checkpoint-5/trainer_state.json")
+    assert steps_of(output, run_dir, resume) == []
+    # As on disk, also if it is older than a place: what the run goes on from has one.
+    assert steps_of(output, run_dir, first[0]) == [2]
+
+
+def steps_of(output: Path, run_dir: Path, resume: Manifest) -> list[int]:
+    return [step for _, step in checkpoints.unlinked(output, run_dir, resume)]
 
 
 def test_a_drain_to_memory_changes_nothing(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

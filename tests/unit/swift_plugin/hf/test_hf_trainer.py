@@ -452,6 +452,17 @@ def wait_for_threads(name: str) -> None:
         assert not thread.is_alive()
 
 
+def test_a_system_without_threads_ends_no_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no signs then, as if nobody gave any."""
+
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    with evaluating.Alive(lambda: None).under_way():
+        pass
+
+
 def test_who_hangs_in_an_evaluation_is_not_alive_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a thread that says so stay behind."""
     monkeypatch.setattr(evaluating, "SIGN_SECONDS", 0.01)
@@ -883,6 +894,13 @@ def test_adapters_that_no_other_start_makes_alike_are_refused(tmp_path: Path, co
     """Their shapes have changed; or the base model, by numbers that were drawn."""
     with pytest.raises(ValueError, match=why):
         make(tmp_path, model=adapted(config))
+
+
+def test_a_frozen_adapter_is_not_looked_at(tmp_path: Path) -> None:
+    """Beside one that is trained: no start makes it, or changes it."""
+    model = adapted(peft.LoraConfig(**LORA))
+    model.peft_config["frozen"] = ADALORA
+    make(tmp_path, model=model)
 
 
 @pytest.mark.parametrize("begins", ["lora_ga", "corda", "pissa"])
