@@ -279,7 +279,7 @@ def _plain_arguments(one: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         state: Its present state.
     """
     own = getattr(one, "__dict__", {})
-    named = state.get("args", {}).items()
+    named = (state.get("args") or {}).items()
     return {name: value for name, value in named if name in own and same(own[name], value) and _is_json(value)}
 
 
@@ -310,7 +310,8 @@ def load(callback: Any, saved: Mapping[str, Any]) -> list[str]:
     with suppress(Exception):  # somebody's own may have a state only while it trains
         state = callback.state()
         # A version has saved arguments of any form among the attributes.
-        wrong = state.get("args", {}).keys() - _plain_arguments(callback, state).keys() - state["attributes"].keys()
+        wrong = state.get("args", {}).keys() - _plain_arguments(callback, state).keys()
+        wrong -= state.get("attributes", {}).keys()
     passed = list[str]()
     for name, value in saved.get("attributes", {}).items():
         try:
@@ -339,7 +340,7 @@ def _state(trainer: Any, one: Any) -> dict[str, Any]:
     given: Mapping[str, Any] = next((arguments for known, arguments in trainer.given if known is one), {})
     plain = _plain_arguments(one, state).items()
     changed = {name: value for name, value in plain if name in given and not same(given[name], value)}
-    return {**state, "attributes": {**changed, **state.get("attributes", {})}}
+    return {**state, "attributes": {**changed, **state.get("attributes", {})}} if changed else state
 
 
 def saved_states(trainer: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:

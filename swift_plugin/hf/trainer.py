@@ -143,9 +143,7 @@ class ElasticTrainer(SavingTrainer):
                 self._run.stopped = bool(saved.get("args", {}).get("should_training_stop"))
                 continue
             if (passed := held.load(one, saved)) and self._run.session.rank == 0:
-                show(
-                    f"{type(one).__name__}: {', '.join(passed)} cannot be set as it was saved; the script's value counts"
-                )
+                show(f"{type(one).__name__}: {', '.join(passed)} cannot be set as it was saved, and begins anew")
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         return self.optimizer if self._keeps(self.optimizer) else super().create_optimizer(*args, **kwargs)
