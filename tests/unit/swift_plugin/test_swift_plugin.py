@@ -158,7 +158,7 @@ def test_a_resumed_iteration_begins_where_the_run_stands() -> None:
 
 def test_a_data_epoch_that_is_not_the_runs_is_refused() -> None:
     steps = loader(position=1)
-    with pytest.raises(RuntimeError, match=r"data epoch 1, and the run stands at sample 4 of data epoch 0: .*early"):
+    with pytest.raises(RuntimeError, match=r"data epoch 1, and the run stands at sample 4 of data epoch 0$"):
         steps.set_epoch(1)
 
 
