@@ -144,7 +144,9 @@ def test_a_data_epoch_that_ends_early_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="should_epoch_stop"):
         trainer.train()
     assert trainer.state.global_step == 6
-    hf.train(hf.make(tmp_path / "b", EndsEpoch(8)))
+    at_its_end = hf.make(tmp_path / "b", EndsEpoch(8))
+    hf.train(at_its_end)
+    assert at_its_end.state.global_step == 12
 
 
 def test_a_trainer_that_is_elastic_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
