@@ -131,14 +131,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("repetition", range(count), indirect=True, ids=lambda number: f"run{number + 1}")
 
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
 @pytest.fixture(autouse=True)
 def own_process_state() -> Iterator[None]:
     """What a test leaves in this process is nobody else's.
 
     Commands that it runs here set up logging, and urllib keeps the proxies that it found first. gRPC's asyncio has a
     thread until the last of its objects is collected, and says a line on standard error at each fork beside that. What
-    ranks call before they train is noted for the process, whose first training ends that. And a process has one
-    session, which tests leave as scripts do.
+    ranks call before they train is noted for the process, whose first training ends that. A process has one session,
+    which tests leave as scripts do. And whoever ends a process ignores signals at last, which programs inherit.
     """
     if noted := sys.modules.get("dalsegno.elastic.rank.way_in"):
         vars(noted.way_in).update(vars(noted.WayIn()))
@@ -148,7 +151,11 @@ def own_process_state() -> Iterator[None]:
             thread.join(5)
     loggers = [logging.getLogger(name) for name in ("dalsegno", "torch.distributed")]
     before = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
+    handled = {number: signal.getsignal(number) for number in _SIGNALS}
     yield
+    for number, handler in handled.items():
+        if handler is not None:  # None: it was not set by Python
+            signal.signal(number, handler)
     for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
         logger.setLevel(level)
         logger.propagate = propagate

@@ -384,13 +384,15 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path, ends: str) -> N
     code = (
         "import os, pathlib, sys; from dalsegno.elastic.checkpoint import LocalLock;"
         "lock = LocalLock(pathlib.Path(sys.argv[1])); lock.acquire();"
-        "child = os.fork() or (lock.release() or print('forked', flush=True), sys.stdin.read(), os._exit(0));"
+        "child = os.fork() or (lock.release() or print('forked', flush=True),"
+        " os.read(int(sys.argv[3]), 1), os._exit(0));"
         "sys.argv[2] == 'released' and (sys.stdin.readline(), lock.release(), print('released', flush=True));"
         "os.waitpid(child, 0)"
     )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path), ends], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    ended, end = os.pipe()
+    command = [sys.executable, "-c", code, str(tmp_path), ends, str(ended)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[ended])
+    os.close(ended)
     assert holder.stdout is not None
     assert holder.stdin is not None
     assert holder.stdout.readline() == "forked\n"
@@ -405,7 +407,8 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path, ends: str) -> N
         assert holder.stdout.readline() == "released\n"
     with LocalLock(tmp_path):
         pass
-    # The child ends with its input, and is the last who holds its output.
+    # The child ends with its own pipe, and is the last who holds its output.
+    os.close(end)
     holder.stdin.close()
     assert holder.stdout.read() == ""
     holder.wait(10)
