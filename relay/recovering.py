@@ -103,7 +103,7 @@ def prepared(
     way = way_of(known)
     _check_readable(found, head, wanted, allowed=allowed, older=older)
     if way not in (Way.MILESTONE, Way.BASELINE):
-        return _gone(way, volume, shown, milestones, found, say, older=older)
+        return _gone(way, volume, shown, found, say, older=older)
     waited = False
 
     def waits() -> None:
@@ -116,14 +116,13 @@ def prepared(
             return None
         if way is Way.BASELINE:
             return _baseline(file, volume, say, locked=locked), _anew(shown, say)
-        return _from_milestone(wanted, volume, shown, milestones, found, say, older=older)
+        return _from_milestone(wanted, volume, shown, found, say, older=older)
 
 
 def _from_milestone(
     wanted: list[Milestone],
     volume: Volume,
     shown: dict[str, Any],
-    milestones: list[Milestone],
     found: _Found,
     say: Say,
     *,
@@ -137,11 +136,11 @@ def _from_milestone(
         say(f"{intact.name} is the newest intact one on the volume, and a milestone is newer: that is restored")
     manifest = _restored(wanted, volume, say, intact, older=older)
     if manifest is None:
-        return _gone(Way.VOLUME, volume, shown, milestones, found, say, older=older)
-    if head is not None and _age(head) > CheckpointName.parse(manifest.name).age:
+        return _gone(Way.VOLUME, volume, shown, found, say, older=older)
+    if head is not None and _age(head) > manifest.parsed_name.age:
         say(f"{head['name']} (step {head['step']}), the run's last checkpoint, is given up")
     volume.note_restored(manifest.digest)
-    return None, _back(shown, milestones, replace(found, intact=manifest), volume, older=older)
+    return None, _back(shown, replace(found, intact=manifest), volume, older=older)
 
 
 def _wanted(milestones: list[Milestone], found: _Found, head: dict[str, Any] | None, say: Say) -> list[Milestone]:
@@ -160,7 +159,7 @@ def _wanted(milestones: list[Milestone], found: _Found, head: dict[str, Any] | N
                 wanted.append(((0, 0, 0), one))  # of a foreign worker: refused with a line
             continue
         age = CheckpointName.parse(one.checkpoint).age
-        if intact is not None and age <= CheckpointName.parse(intact.name).age:
+        if intact is not None and age <= intact.parsed_name.age:
             continue
         counts = in_line(age, _age(head), found.began)
         if counts or (counts is None and intact is None):
@@ -223,7 +222,6 @@ def _gone(
     way: Way,
     volume: Volume,
     shown: dict[str, Any],
-    milestones: list[Milestone],
     found: _Found,
     say: Say,
     *,
@@ -234,7 +232,7 @@ def _gone(
     match way:
         case Way.VOLUME:
             assert found.intact is not None
-            back = _back(shown, milestones, found, volume, older=older)
+            back = _back(shown, found, volume, older=older)
             say(_from_volume(head, found, back, older=older))
             return None, back
         case Way.LOOK:
@@ -258,13 +256,13 @@ def _from_volume(head: dict[str, Any] | None, found: _Found, back: str, *, older
     """The line about going on from what is intact."""
     assert found.intact is not None
     intact = f"{found.intact.name} is intact (step {found.intact.step})"
-    if head is None or _age(head) <= CheckpointName.parse(found.intact.name).age:
+    if head is None or _age(head) <= found.intact.parsed_name.age:
         return f"the run goes on from the volume: {intact}"
     last = f"{head['name']} (step {head['step']})"
     if older:
         return f"--allow-older: the run goes on from the volume: {intact}, without {last}, its last checkpoint"
     is_damaged = head["name"] in found.damaged
-    if not back and is_damaged and not in_line(CheckpointName.parse(found.intact.name).age, _age(head), found.began):
+    if not back and is_damaged and not in_line(found.intact.parsed_name.age, _age(head), found.began):
         return (
             f"{last}, the run's last checkpoint, is damaged; {intact}, and it is not known whether the run has gone "
             f"back from that: the agent knows; --allow-older goes on from step {found.intact.step}"
@@ -289,7 +287,7 @@ def _anew(shown: dict[str, Any], say: Say) -> str:
     return f"0:{int(shown['epoch']) + 1}"
 
 
-def _back(shown: dict[str, Any], milestones: list[Milestone], found: _Found, volume: Volume, *, older: bool) -> str:
+def _back(shown: dict[str, Any], found: _Found, volume: Volume, *, older: bool) -> str:
     """What `--resume-step` says, if the Commander would not choose what is intact by itself.
 
     Its record may no longer have a milestone, whose files had been deleted; and it knows another volume than the one
@@ -300,13 +298,13 @@ def _back(shown: dict[str, Any], milestones: list[Milestone], found: _Found, vol
     manifest, head = found.intact, shown.get("head")
     assert manifest is not None
     request = f"{manifest.step}:{int(shown['epoch']) + 1}"
-    published = manifest.digest in {one.digest for one in milestones}
+    published = manifest.digest in {one["digest"] for one in shown.get("milestones") or ()}
     if head is None:
         # The run went back to its beginning, and this one is aside; or the Commander has lost its record.
         return request if published or (older and found.unreadable) else ""
     if published and volume.restored() == manifest.digest:
         return request
-    age = CheckpointName.parse(manifest.name).age
+    age = manifest.parsed_name.age
     if _age(head) <= age:
         return ""
     is_lost = published and head["name"] in found.damaged
@@ -317,7 +315,7 @@ def _look(volume: Volume, head: dict[str, Any] | None, say: Say) -> _Found:
     """Verifies from the newest checkpoint on, until one is intact. What the run has gone back from does not count."""
     every = volume.manifests()
     began = _beginnings(every)
-    ages = [CheckpointName.parse(one.name).age for one in every if isinstance(one, Manifest)]
+    ages = [one.parsed_name.age for one in every if isinstance(one, Manifest)]
     last = max(ages, default=(0, 0, 0)) if head is None else _age(head)
     damaged: set[str] = set()
     unreadable: dict[str, str] = {}
