@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+from ..processes.keeper import remove_files
 from ..processes.lifeline import Lifeline
 from .names import SHARED_MEMORY, SOCKETS, run_name, segments, sockets
 
@@ -66,7 +67,7 @@ class NameClaim:
         if _is_at(self._directory, str(sockets(self.name))):
             shutil.rmtree(sockets(self.name), ignore_errors=True)
         if _is_at(self._owner, _owner_of(self.name)):
-            _remove_segments(self.name)
+            remove_files(segments(self.name), _owner_of(self.name))
         os.close(self._directory)
         os.close(self._owner)
 
@@ -79,7 +80,7 @@ def sweep() -> list[str]:
         with contextlib.suppress(OSError), _held(_owner_of(name), os.O_RDWR):
             if is_safe:
                 _remove_sockets(name)
-            _remove_segments(name)
+            remove_files(segments(name), _owner_of(name))
             found.append(name)
     for name in _names_in(str(SOCKETS)) if is_safe else ():
         # A power cut empties shared memory, and not this directory.
@@ -178,15 +179,6 @@ def _is_at(descriptor: int, path: str) -> bool:
         return False
 
 
-def _remove_segments(name: str) -> None:
-    """Removes the memory under the name, the claim last."""
-    beginning = f"{name}_ckpt_shm_"
-    for file in sorted(_names_in(str(SHARED_MEMORY)), key=lambda file: file.endswith(_OWNER)):
-        if file.startswith(beginning):
-            with contextlib.suppress(OSError):
-                os.unlink(f"{SHARED_MEMORY}/{file}")
-
-
 def _remove_sockets(name: str, *, without_owner: bool = False) -> bool:
     """Removes a directory of sockets that no agent of this user holds. Whether it did.
 
@@ -202,7 +194,7 @@ def _remove_sockets(name: str, *, without_owner: bool = False) -> bool:
                 # Without sockets it may be that of an agent that begins, in a container with another shared memory.
                 if not closed or not os.listdir(path) or _is_heard(path):
                     return False
-                _remove_segments(name)
+                remove_files(segments(name), _owner_of(name))
             shutil.rmtree(path)
             return True
     except OSError:
