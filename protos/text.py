@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ("LONGEST_NAME", "few", "name_problem", "object_in", "one_line", "same_failure", "text_problem")
+__all__ = ("LONGEST_NAME", "few", "megabytes", "name_problem", "object_in", "one_line", "same_failure", "text_problem")
 
 # Characters of a line. A longer reason helps nobody; a traceback's last line fits.
 LONGEST_LINE = 1000
@@ -41,6 +41,11 @@ def few(names: Iterable[str]) -> str:
     listed = list(names)
     more = len(listed) - _NAMED
     return ", ".join(listed[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def megabytes(count: int) -> str:
+    """A number of bytes, for people."""
+    return f"{count / 1e6:.0f} MB" if count >= 10e6 or not count else f"{count / 1e6:.1f} MB"
 
 
 def object_in(line: str, key: str = "") -> dict[str, Any] | None:

@@ -6,13 +6,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from ..processes.room import available_bytes
+from dalsegno.protos.room import available_bytes, lacks_memory
+from dalsegno.protos.text import megabytes
+
 from .place import HELP
 
 __all__ = ["NoSpaceError", "Space"]
-
-# What stays free of the machine's or container's memory, for all that trains there; bytes.
-RESERVE = 256 << 20
 
 
 class NoSpaceError(Exception):
@@ -58,7 +57,7 @@ class Space:
                 self._make_room()
                 problem = self._problem(size)
             if problem:
-                raise NoSpaceError(f"there is no room for {what} ({_megabytes(size)}): {problem}")
+                raise NoSpaceError(f"there is no room for {what} ({megabytes(size)}): {problem}")
             self._coming += size
         try:
             yield
@@ -69,18 +68,9 @@ class Space:
     def _problem(self, size: int) -> str:
         if self._budget is not None and self._held() + self._coming + size > self._budget:
             return (
-                f"the budget is {_megabytes(self._budget)}, {_megabytes(self._held())} are in use (--memory-budget: a"
+                f"the budget is {megabytes(self._budget)}, {megabytes(self._held())} are in use (--memory-budget: a"
                 " node holds two steps of its own part, and two of each that it holds for others)"
             )
         if (free := self._free() - self._coming) < size:
-            return f"{_megabytes(max(0, free))} are left on the file system; {HELP}"
-        if (available := self._available() - self._coming - RESERVE) < size:
-            return (
-                f"{_megabytes(max(0, available))} of memory can be had, beside {_megabytes(RESERVE)} for the training;"
-                " give the machine or container more, or fewer replicas (--memory-replicas)"
-            )
-        return ""
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.0f} MB" if count >= 10e6 or not count else f"{count / 1e6:.1f} MB"
+            return f"{megabytes(max(0, free))} are left on the file system; {HELP}"
+        return lacks_memory(size, self._available() - self._coming)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..processes.room import available_bytes, field_of
+from dalsegno.protos.room import available_bytes, field_of
 
 __all__ = ["has_room_beside", "is_enough", "private_bytes"]
 

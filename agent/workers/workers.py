@@ -24,11 +24,11 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 
+from dalsegno.protos.room import ended_for_memory, oom_kills
 from dalsegno.protos.shortage import starting
 
 from ..processes.lifeline import Lifeline
 from ..processes.proc import descendants, kill_group, listeners, start_time
-from ..processes.room import ended_for_memory, oom_kills
 from ..processes.signs import DiskWrites, Sign
 from ..script import Script
 from ..standby import hooks

@@ -39,7 +39,7 @@ from .declared import HOW_LOADED
 from .replicas import check_unsharded
 from .saving_reports import Count
 from .sealing import Sealing
-from .writing import SummedFile, save
+from .writing import Summed, SummedFile, save
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +163,7 @@ class Flight:
         patience_seconds: Seconds without a byte after which this rank's part has failed; 0: never.
         reports: A context that is entered while the thread is at work.
         then: Called at the thread's end with what this rank has written, and why not.
+        check_room: Raises OSError where files must not take more.
     """
 
     def __init__(
@@ -177,12 +178,13 @@ class Flight:
         patience_seconds: float,
         reports: AbstractContextManager[None],
         then: Callable[[tuple[FileEntry, ...], BaseException | None], None] | None = None,
+        check_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._path, self._rank, self._world_size = path, rank, world_size
         self._files, self._copied = files, copied
         self._seal, self._done, self._patience, self._reports = seal, done, patience_seconds, reports
         self._written, self._over, self._cancelled = threading.Event(), threading.Event(), threading.Event()
-        self._then = then
+        self._then, self._check_room = then, check_room
         self._error: BaseException | None = None
         self._stuck: TimeoutError | None = None
         self._digest = ""
@@ -239,7 +241,7 @@ class Flight:
     def _run(self) -> None:
         try:
             self._may_begin.wait(LAST_LOOK_SECONDS)  # Whoever started this may have been interrupted.
-            with self._reports:
+            with self._reports, Summed(self._check_room):
                 self._work()
         # The main thread must hear of every error, and through it the other ranks.
         except BaseException as error:

@@ -224,7 +224,7 @@ class Saver:
         patience_seconds = PATIENCE_SHARE * identity.stall_timeout
         seals, sealing = (None, self._sealing(own, began)) if in_memory else (seal_all, None)
         then = None if sealing is None else sealing.begin
-        more = done, patience_seconds, reports, then
+        more = done, patience_seconds, reports, then, own.tier.check_room
         flight = Flight(path, identity.rank, identity.world_size, files, copied, seals, *more)
         self._under_way = UnderWay(own, drain, flight, began, sealing)
         return own.name
@@ -420,7 +420,7 @@ class Saver:
         path = own.path
         error: BaseException | None = None
         link = self._link if self._identity.local_rank == 0 else None
-        with SavingReports(link, own.name, lambda: bytes_below(path), path), Summed() as summed:
+        with SavingReports(link, own.name, lambda: bytes_below(path), path), Summed(own.tier.check_room) as summed:
             try:
                 own.tier.enter(own.name, create=create_directory)
                 write(path)

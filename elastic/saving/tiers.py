@@ -14,13 +14,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from dalsegno.protos import trace
+from dalsegno.protos.room import available_bytes, lacks_memory
+from dalsegno.protos.text import megabytes
 
 from ..checkpoint import CheckpointStore, FileEntry, Manifest, Ref, seal
 from ..checkpoint.files import list_files, write_exclusive
 from ..checkpoint.layout import MANIFEST
 from ..checkpoint.mounts import is_away, mount_point
 from ..checkpoint.parts import delete_parts, write_part
-from ..checkpoint.spares import clear_spares
+from ..checkpoint.spares import clear_spares, spare_bytes
 from ..rank.identity import Identity
 from ..rank.remarks import remark
 
@@ -73,6 +75,13 @@ class Disk:
             OSError: There is no room, or it cannot be made.
         """
 
+    def check_room(self) -> None:
+        """On each rank, before each new file, and while it grows.
+
+        Raises:
+            OSError: It must not take more (ENOSPC).
+        """
+
     def dealt(self, listed: Sequence[Sequence[str]]) -> list[str]:
         """Which files this rank sums, of those that each rank has listed (the first of each node has, in fact)."""
         paths = sorted({file for some in listed for file in some})
@@ -100,10 +109,6 @@ class Disk:
         return self.store.prune([name]).values()
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
-
-
 class Memory(Disk):
     """This node's memory: a directory of its own for each checkpoint, see `checkpoint.parts`."""
 
@@ -126,11 +131,16 @@ class Memory(Disk):
             line = "the directory of this node in memory is gone (was it deleted?): the next world makes it again"
             raise OSError(errno.ENOENT, line, str(self.store.run_dir))
         if self.leads:
-            self._check_room()
+            self._check_all()
         if create:
             self.store.path(name).mkdir(exist_ok=True)
 
-    def _check_room(self) -> None:
+    def check_room(self) -> None:
+        # Of the first checkpoint of a process nobody knows how much it takes, until it is written.
+        if problem := lacks_memory(0, available_bytes()):
+            raise OSError(errno.ENOSPC, problem, str(self.store.run_dir))
+
+    def _check_all(self) -> None:
         problem = self._lacks_room()
         if problem:
             clear_spares(self.store.run_dir)
@@ -143,12 +153,16 @@ class Memory(Disk):
         free, wanted = self._free(), self._bytes + SPARE_BYTES
         if free < wanted:
             return f"{free >> 20} MiB are free in memory, and a checkpoint takes {wanted >> 20} MiB on this node"
+        # What it writes over has its memory.
+        more = max(0, self._bytes - spare_bytes(self.store.run_dir))
+        if problem := lacks_memory(more, available_bytes()):
+            return f"a checkpoint takes {megabytes(more)} more on this node, and {problem}"
         budget = self.identity.memory_budget
         if budget is None or (used := self._used()) + self._bytes <= budget:
             return ""
         return (
-            f"{_megabytes(used)} of the {_megabytes(budget)} of --memory-budget are in use, and a checkpoint takes"
-            f" {_megabytes(self._bytes)} on this node: a node holds two, and two of each node whose part it has"
+            f"{megabytes(used)} of the {megabytes(budget)} of --memory-budget are in use, and a checkpoint takes"
+            f" {megabytes(self._bytes)} on this node: a node holds two, and two of each node whose part it has"
         )
 
     def _used(self) -> int:

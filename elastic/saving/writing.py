@@ -37,27 +37,37 @@ class _Sum:
     looked: tuple[int, ...]
 
 
-_sums: ContextVar[list[_Sum] | None] = ContextVar("sums", default=None)
-
-
 class Summed:
     """What was summed while it was written: nobody needs to read that back. A context manager around the writing.
 
     Nothing but `write_files` tells it, through whatever it is called by. Not durable yet.
+
+    Args:
+        check_room: Raises OSError (ENOSPC) where new files must not take more. Asked before each, and while it grows.
     """
 
-    def __enter__(self) -> Summed:
+    def __init__(self, check_room: Callable[[], None] = lambda: None) -> None:
+        self.check_room = check_room
         self._found: list[_Sum] = []
-        self._before = _sums.set(self._found)
+
+    def __enter__(self) -> Summed:
+        self._before = _summed.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _sums.reset(self._before)
+        _summed.reset(self._before)
+
+    def add(self, one: _Sum) -> None:
+        """A file is written."""
+        self._found.append(one)
 
     def entries(self, root: Path) -> tuple[FileEntry, ...]:
         """Files below ``root`` that nobody has touched since."""
         last = {one.entry.path: one for one in self._found if one.root == root}
         return tuple(one.entry for path, one in last.items() if _look(root / path) == one.looked)
+
+
+_summed: ContextVar[Summed] = ContextVar("summed")
 
 
 def _look(path: Path) -> tuple[int, ...] | None:
@@ -97,6 +107,7 @@ class SummedFile:
         self._path, self._moved, self._anew = path, moved, anew
         self._mode = 0o666 if anew else 0o644  # what libraries write has the umask's
         self._error: OSError | None = None
+        self._summed = _summed.get(None)
         self._short = bytearray()
         self._told = 0
 
@@ -113,6 +124,7 @@ class SummedFile:
         if self._anew and _is_regular(self._path):
             os.unlink(self._path)
         how |= os.O_TRUNC if self._anew else os.O_EXCL
+        self._check_room()
         try:
             return os.open(self._path, how, self._mode)
         except OSError as error:
@@ -161,8 +173,9 @@ class SummedFile:
         try:
             if self._error is None:
                 self._put(short)
-                self._put(view[begin:])
-                self._begin_to_write()
+                for at in range(begin, max(len(view), begin + 1), AHEAD_BYTES):
+                    self._put(view[at : at + AHEAD_BYTES])
+                    self._begin_to_write()
         except OSError as error:
             self._error = error
 
@@ -174,8 +187,20 @@ class SummedFile:
             make_room_for(self._path, error)
             self._file.write(memoryview(data)[self._file.size - before :])
 
+    def _check_room(self) -> None:
+        if self._summed is None:
+            return
+        try:
+            self._summed.check_room()
+        except OSError as error:
+            make_room_for(self._path, error)
+            self._summed.check_room()
+
     def _begin_to_write(self) -> None:
         if self.size - self._told >= AHEAD_BYTES:
+            # What is written over has its memory.
+            if not self._is_spare:
+                self._check_room()
             begin_to_write(self._file.descriptor, self._told, self.size - self._told)
             self._told = self.size
 
@@ -227,7 +252,7 @@ def write_files(root: Path, files: Mapping[str, Any]) -> None:
         with SummedFile(target, anew=True) as file:
             save(content, file)
             digest = file.finish(lasting=False)
-        if (sums := _sums.get()) is not None:
+        if (summed := _summed.get(None)) is not None:
             _date_back(target)
             if (looked := _look(target)) is not None:
-                sums.append(_Sum(root, FileEntry(path, file.size, digest), looked))
+                summed.add(_Sum(root, FileEntry(path, file.size, digest), looked))

@@ -19,11 +19,12 @@ from dalsegno.agent.memory.fence import Fence
 from dalsegno.agent.memory.holdings import Holdings, StepPart
 from dalsegno.agent.memory.incoming import PartRefusedError
 from dalsegno.agent.memory.pieces import header_of, read_manifest, read_part
-from dalsegno.agent.memory.space import RESERVE, NoSpaceError, Space
+from dalsegno.agent.memory.space import NoSpaceError, Space
 from dalsegno.elastic.checkpoint import MANIFEST, CheckpointDamaged, Manifest, summing, verify_files
 from dalsegno.elastic.checkpoint.spares import keep_spares
 from dalsegno.elastic.checkpoint.summing import WRITE_BYTES
 from dalsegno.protos import peer_pb2
+from dalsegno.protos.room import RESERVE_BYTES
 from tests.support.checkpoints.memory import JOB, RUN, SMALL, manifest_of, write_own
 
 NAME = "step-10.e3.1"
@@ -243,7 +244,7 @@ def test_room_is_on_the_file_system_and_in_the_container() -> None:
         pass
     with (
         pytest.raises(NoSpaceError, match=r"99 MB of memory can be had, beside .*--memory-replicas"),
-        Space(None, lambda: 0, lambda: 1 << 40, lambda: RESERVE + 99_000_000).promised(100_000_000, "part 1"),
+        Space(None, lambda: 0, lambda: 1 << 40, lambda: RESERVE_BYTES + 99_000_000).promised(100_000_000, "part 1"),
     ):
         pass
     room = Space(None, lambda: 0, lambda: 150, lambda: 1 << 40)

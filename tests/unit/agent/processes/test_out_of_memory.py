@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.processes import room
-from dalsegno.agent.processes.room import ended_for_memory, oom_kills
+from dalsegno.protos import room
+from dalsegno.protos.room import ended_for_memory, oom_kills
 
 V1 = "oom_kill_disable 0\nunder_oom 0\noom_kill {count}\n"
 V2 = "low 0\nhigh 0\nmax 12\noom 3\noom_kill {count}\noom_group_kill 0\n"
@@ -63,7 +63,7 @@ def test_a_real_group_that_is_full() -> None:
     script = f"""
 import os, subprocess, sys
 open({str(group / "cgroup.procs")!r}, "w").write(str(os.getpid()))
-from dalsegno.agent.processes.room import ended_for_memory, oom_kills
+from dalsegno.protos.room import ended_for_memory, oom_kills
 before = oom_kills()
 code = subprocess.run([sys.executable, "-c", "bytearray(1 << 28)[::4096]; x = b'x' * (1 << 28)"]).returncode
 print(code, ended_for_memory(before))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.processes.room import available_bytes
 from dalsegno.agent.script import Script, runs_ahead
 from dalsegno.agent.standby import room
 from dalsegno.agent.standby.placing import place_of
@@ -16,6 +15,7 @@ from dalsegno.agent.standby.run_ahead import _Environ
 from dalsegno.agent.standby.worker_main import Assignment
 from dalsegno.agent.workers.worker_env import job_environment
 from dalsegno.protos.contract import Variable, is_of_a_world
+from dalsegno.protos.room import available_bytes
 
 AHEAD = Assignment(["train.py", "--steps=3"], False, {"HOME": "/root", "LOCAL_RANK": "0", "RANK": "7"}, "/work")
 

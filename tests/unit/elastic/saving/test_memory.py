@@ -31,6 +31,7 @@ from dalsegno.elastic.saving.writing import write_files
 from dalsegno.elastic.training.saves import Saves
 from dalsegno.protos import worker_pb2
 from dalsegno.protos.reads import Reads
+from dalsegno.protos.room import RESERVE_BYTES
 from tests.support.workers.threads import Gone, Threads, together
 from tests.unit.elastic.checkpoint.test_best import start
 
@@ -245,6 +246,36 @@ def test_no_room_on_one_node_fails_on_all_and_leaves_nothing(
         assert (first.step, second, third.step) == (1, None, 3)
     assert "MiB are free in memory, and a checkpoint takes 1 MiB on this node" in caplog.text
     assert not any(agent.of("save_failed") for agent in job.agents), "it is no durable save that has failed"
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+@pytest.mark.parametrize("first", [True, False], ids=["the first", "a later one"])
+def test_a_save_leaves_memory_to_the_training(
+    tmp_path: Path, waits: bool, first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a file system in memory takes is the container's; with too little of it the kernel ends the training."""
+    job = Job(tmp_path, 1)
+
+    def available() -> int:
+        # How much the first one takes, it only finds while it writes.
+        return RESERVE_BYTES + (10 if not first else -10 if list(job.memory(0).glob("step-2*")) else 1 << 40)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        results = [] if first else [save(saver, group, waits=waits, step=1)]
+        monkeypatch.setattr(tiers, "available_bytes", available)
+        if waits:
+            options: dict[str, Any] = {"create_directory": True, "drain": False, "in_memory": True}
+            results.append(saver.save(content(2), lambda path: write_files(path, files_of(0, 2)), **options))
+        else:
+            results.append(save(saver, group, waits=False, step=2))
+        assert not list(job.memory(0).glob("step-2*"))
+        monkeypatch.undo()
+        return [*results, save(saver, group, waits=waits, step=3)]
+
+    (results,) = job.run(work)
+    assert [one if one is None else one.step for one in results] == [*([] if first else [1]), None, 3]
+    assert "of memory can be had, beside 268 MB for the training" in caplog.text
+    assert ("a checkpoint takes" in caplog.text) is not first
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -14,6 +14,7 @@ import torch
 
 from dalsegno.elastic.checkpoint import CheckpointStore, FileEntry, Manifest, Position, files, summing, verify
 from dalsegno.elastic.checkpoint.files import checksum
+from dalsegno.elastic.checkpoint.spares import LEAST_BYTES, keep_spares, spare_bytes
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.saving import writing
@@ -136,3 +137,31 @@ def test_only_the_checkpoint_that_is_being_written_is_known(tmp_path: Path) -> N
         write_files(tmp_path, {"alone": b"2"})
     write_files(tmp_path, {"late": b"3"})
     assert [entry.path for entry in summed.entries(tmp_path)] == ["alone"]
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["a new file", "an older one"])
+def test_a_growing_file_asks_for_room(tmp_path: Path, over: bool) -> None:
+    """Before it begins, and every 32 MB; what writes over an older file has its room. Such files go first."""
+    directory, size = tmp_path / "step-2.e1.1", 80 << 20
+    old = tmp_path / "step-1.e1.1" / ("file" if over else "other")
+    for path in (directory, old.parent):
+        path.mkdir()
+    old.write_bytes(bytes(LEAST_BYTES))
+    keep_spares(tmp_path, old.parent, [old.name])
+    asked: list[bool] = []
+
+    def check() -> None:
+        asked.append(spare_bytes(tmp_path) > 0)
+        if len(asked) > 1 and asked[-1]:
+            raise OSError(errno.ENOSPC, "no memory")
+
+    with Summed(check) as summed:
+        write_files(directory, {"file": bytes(size)})
+    assert [entry.size for entry in summed.entries(directory)] == [size]
+    assert asked == ([] if over else [True, True, False, False])
+
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, "no memory")
+
+    with Summed(refuse), pytest.raises(OSError, match="no memory"):
+        write_files(directory, {"another": b"1"})

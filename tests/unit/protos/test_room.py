@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from dalsegno.agent.processes import room
+from dalsegno.protos import room
 
 
 def test_a_container_or_a_job_may_have_less(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:

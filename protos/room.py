@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from dalsegno.protos.shortage import own_cgroups
+from .shortage import own_cgroups
+from .text import megabytes
 
-__all__ = ["available_bytes", "ended_for_memory", "field_of", "oom_kills"]
+__all__ = ["RESERVE_BYTES", "available_bytes", "ended_for_memory", "field_of", "lacks_memory", "oom_kills"]
+
+# What checkpoints in memory leave of the machine's or container's memory, for all that trains there.
+RESERVE_BYTES = 256 << 20
 
 _MEMINFO, _VMSTAT = Path("/proc/meminfo"), Path("/proc/vmstat")
 # Where control groups of version 2 and 1 count processes that the kernel has ended for lack of memory.
@@ -24,6 +28,21 @@ def available_bytes() -> int:
     found = [field_of(_MEMINFO, "MemAvailable:") or 0]
     found += [left for group in own_cgroups("memory") if (left := _left_in(group)) is not None]
     return min(found)
+
+
+def lacks_memory(size: int, available: int) -> str:
+    """Why so many bytes more have no place in the memory of this node; empty: they have. Pure.
+
+    Files on a tmpfs count as memory of the machine or container. Nothing can take them away, so where they take all,
+    the kernel ends who trains there.
+    """
+    if size + RESERVE_BYTES <= available:
+        return ""
+    left = max(0, available - RESERVE_BYTES)
+    return (
+        f"{megabytes(left)} of memory can be had, beside {megabytes(RESERVE_BYTES)} for the training;"
+        " give the machine or container more, or save less there (--memory-replicas, --memory-budget)"
+    )
 
 
 def field_of(path: Path, name: str, unit: int = 1024) -> int | None:
