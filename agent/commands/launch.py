@@ -40,6 +40,7 @@ from ..storage.job_directory import JobDirectory
 from ..storage.macros import SAVE_DIR, macros_of
 from ..workers.attempts import forgetting
 from ..workers.last_words import without_file
+from ..workers.own_address import NoAddressError
 from ..workers.torch_versions import known
 from .beginning import Beginning
 from .endpoint import answers, local_address, wait_for_name
@@ -280,7 +281,7 @@ def _run(
                 config, directory, source.connector(), addresses, lifeline, mailbox, console.say, source.generation
             )
     except OSError as error:
-        if isinstance(error, CannotStartError):
+        if isinstance(error, (CannotStartError, NoAddressError)):
             raise UsageError(str(error)) from error
         raise UsageError(
             f"{','.join(addresses)} cannot be reached: {error.strerror or error}; check --master, or --rdzv-endpoint"

@@ -18,7 +18,7 @@ from dalsegno.protos.addresses import host_and_port
 
 from ..decisions.interfaces import is_loopback, rank_interfaces, ranks_elsewhere
 
-__all__ = ["AddressWatch", "elsewhere", "interfaces", "node_address", "node_variables"]
+__all__ = ["AddressWatch", "NoAddressError", "elsewhere", "interfaces", "node_address", "node_variables"]
 
 # Of linux/sockios.h: all IPv4 addresses, in records of name and socket address.
 _SIOCGIFCONF = 0x8912
@@ -30,6 +30,10 @@ LOOK_SECONDS, LOOKS = 1.0, 2
 _NCCL_SETTING = re.compile(r"^\s*(NCCL_[A-Z_]+)\s*=", re.MULTILINE)
 
 
+class NoAddressError(OSError):
+    """One line: what the user gave as this node's address has none."""
+
+
 def node_address(masters: Sequence[str], local_addr: str | None) -> str:
     """The address under which other nodes reach this one: that from which it reaches the master.
 
@@ -38,10 +42,14 @@ def node_address(masters: Sequence[str], local_addr: str | None) -> str:
         local_addr: what the user gave, if anything.
 
     Raises:
-        OSError: no master's name, or not `local_addr`, can be resolved, or no route leads there.
+        NoAddressError: `local_addr` cannot be resolved.
+        OSError: no master's name can, or no route leads there.
     """
     if local_addr:
-        return str(socket.getaddrinfo(local_addr, None, type=socket.SOCK_STREAM)[0][4][0])
+        try:
+            return str(socket.getaddrinfo(local_addr, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            raise NoAddressError(f"--local-addr={local_addr} has no address: {error.strerror or error}") from error
     problem = OSError("no master is known")
     for master in masters:
         try:

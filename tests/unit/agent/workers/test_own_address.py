@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.workers import own_address
-from dalsegno.agent.workers.own_address import AddressWatch, interfaces, node_address, node_variables
+from dalsegno.agent.workers.own_address import AddressWatch, NoAddressError, interfaces, node_address, node_variables
 
 OLD, NEW = "10.0.0.4", "10.0.0.9"
 
@@ -39,6 +39,12 @@ def test_no_master_has_an_address() -> None:
 def test_what_the_user_gave_counts() -> None:
     """A name, too, and whatever the route says."""
     assert node_address(["no-such-host.invalid:1"], "localhost") in ("127.0.0.1", "::1")
+
+
+def test_what_the_user_gave_is_named_where_it_means_nothing() -> None:
+    """Not the master, which may be well."""
+    with pytest.raises(NoAddressError, match=r"^--local-addr=no-such-host\.invalid has no address: "):
+        node_address(["127.0.0.1:1"], "no-such-host.invalid")
 
 
 @pytest.mark.parametrize("where", ["file", "variable"])
