@@ -33,7 +33,7 @@ from ..storage.errand import reason_of
 from ..storage.job_directory import JobDirectory, Storage, Survey
 from ..storage.room import RoomWatch, give_back_spares
 from ..workers.conversion_job import ConversionJob
-from ..workers.own_address import AddressWatch, elsewhere, node_address, node_variables
+from ..workers.own_address import AddressWatch, elsewhere, first_address, node_address, node_variables
 from ..workers.tcp_stores import StoreServers
 from .config import AgentConfig, differences
 from .mailbox import Mailbox
@@ -88,7 +88,8 @@ class Effects:
         # The newest commit that the master has told.
         self._head: control_pb2.Checkpoint | None = None
         find = partial(node_address, tuple(masters), config.local_addr)
-        self._address, self._connector = find(), connector
+        self._address = first_address(masters, config.local_addr, config.connect_timeout, say)
+        self._connector = connector
         self.stores = StoreServers(self._address)
         self.storage = Storage(directory)
         # Takes over what the script saved last in a world whose first node is gone; blocks.

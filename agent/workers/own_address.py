@@ -11,14 +11,24 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dalsegno.protos.addresses import host_and_port
+from dalsegno.protos.shortage import shortage
 
 from ..decisions.interfaces import is_loopback, rank_interfaces, ranks_elsewhere
 
-__all__ = ["AddressWatch", "NoAddressError", "elsewhere", "interfaces", "node_address", "node_variables"]
+__all__ = [
+    "AddressWatch",
+    "NoAddressError",
+    "elsewhere",
+    "first_address",
+    "interfaces",
+    "node_address",
+    "node_variables",
+]
 
 # Of linux/sockios.h: all IPv4 addresses, in records of name and socket address.
 _SIOCGIFCONF = 0x8912
@@ -27,6 +37,8 @@ _MOST_ADDRESSES = 1024
 # Seconds between two looks at this node's addresses, and how many must find the old one gone and the new one there: a
 # lease that is renewed may take an address away for a moment.
 LOOK_SECONDS, LOOKS = 1.0, 2
+# Seconds between two looks for a master's name or a route to it: the first ones, and later ones.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
 _NCCL_SETTING = re.compile(r"^\s*(NCCL_[A-Z_]+)\s*=", re.MULTILINE)
 
 
@@ -67,6 +79,35 @@ def _towards(master: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def first_address(
+    masters: Sequence[str], local_addr: str | None, seconds: float, say: Callable[[str, bool], None]
+) -> str:
+    """`node_address`, waited for: after a boot a master's name or the route to it may come later than the agent.
+
+    Args:
+        masters: HOST:PORT of each.
+        local_addr: what the user gave, if anything; if that has no address, nobody waits.
+        seconds: how long to wait.
+        say: told once that this node waits, and why.
+
+    Raises:
+        OSError: as `node_address` at its last look.
+    """
+    until, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while True:
+        try:
+            return node_address(masters, local_addr)
+        except OSError as error:
+            left = until - time.monotonic()
+            if local_addr or not masters or left <= 0 or shortage(error):
+                raise
+            if pause == _FIRST_PAUSE:
+                why, all_of_them = error.strerror or error, ",".join(masters)
+                say(f"{all_of_them} cannot be reached yet ({why}): trying for {seconds:g} s (--connect-timeout)", False)
+        time.sleep(min(pause, left))  # why: nobody tells when a name or a route appears
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def interfaces() -> list[tuple[str, str]]:

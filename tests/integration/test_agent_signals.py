@@ -68,6 +68,30 @@ def test_a_signal_in_the_first_seconds(start: Start, number: signal.Signals) -> 
     assert ends(process) == (EXIT_LEFT, line)
 
 
+def test_a_notice_to_a_node_that_waits_for_the_masters_name(tmp_path: Path) -> None:
+    """As a supervisor has it wait for a week: it leaves at once, as it has nothing to save."""
+    (tmp_path / "train.py").touch()
+    line = ["--master=no-such-host.invalid:1", "--job-id=job", "--connect-timeout=604800", "train.py"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dalsegno.agent.commands.dlrover_run", *line],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        waits = process.stderr.readline()
+        assert "no-such-host.invalid:1 cannot be reached yet" in waits
+        assert waits.endswith("): trying for 604800 s (--connect-timeout)\n")
+        process.send_signal(signal.SIGTERM)
+        assert ends(process) == (EXIT_LEFT, "dlrover-run: SIGTERM: left on notice; no workers were running here\n")
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_signals_that_whoever_started_it_has_blocked(start: Start) -> None:
     """As threads of a C++ program do, and what they execute inherits it."""
     process = start(through=BLOCKS)

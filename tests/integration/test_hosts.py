@@ -313,3 +313,17 @@ def test_a_host_boots_anew(tmp_path: Path, undisturbed: Undisturbed) -> None:
         job.start("h2")
         second = job.wait_world(3, steps=3, after=first)
         finish(job, undisturbed, *range(first + 1, second + 1))
+
+
+@pytest.mark.full
+def test_a_host_boots_faster_than_its_network(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Its agent starts where no route leads to the master yet: it waits for one, says so, and joins."""
+    with hosted_job(tmp_path, training=TRAINING) as job:
+        first = start_all(job, "h1")
+        cable = ("dev", job.hosts["h2"].interface)
+        job.hosts["h2"].run("ip", "link", "set", *cable, "down")
+        (node,) = job.start("h2")
+        job.wait_line("cannot be reached yet .Network is unreachable.: trying for 60 s", node)
+        job.hosts["h2"].run("ip", "link", "set", *cable, "up")
+        job.wait_world(2, steps=3, after=first)
+        finish(job, undisturbed)

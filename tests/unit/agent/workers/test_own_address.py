@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import socket
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dalsegno.agent.workers import own_address
-from dalsegno.agent.workers.own_address import AddressWatch, NoAddressError, interfaces, node_address, node_variables
+from dalsegno.agent.workers.own_address import (
+    AddressWatch,
+    NoAddressError,
+    first_address,
+    interfaces,
+    node_address,
+    node_variables,
+)
 
 OLD, NEW = "10.0.0.4", "10.0.0.9"
 
@@ -45,6 +55,73 @@ def test_what_the_user_gave_is_named_where_it_means_nothing() -> None:
     """Not the master, which may be well."""
     with pytest.raises(NoAddressError, match=r"^--local-addr=no-such-host\.invalid has no address: "):
         node_address(["127.0.0.1:1"], "no-such-host.invalid")
+
+
+class LateNetwork:
+    """A machine that boots: for some looks nothing is there yet. Time passes while somebody sleeps, and only then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *problems: OSError, ever: bool = True) -> None:
+        self.problems, self.looks, self.ever = problems, 0, ever
+        self.now, self.said = 100.0, list[tuple[str, bool]]()
+        monkeypatch.setattr(own_address, "node_address", self._address)
+        clock = SimpleNamespace(sleep=self._sleep, monotonic=lambda: self.now)
+        monkeypatch.setattr(own_address, "time", clock, raising=False)
+
+    def first(self, local_addr: str | None, seconds: float, *masters: str) -> str:
+        return first_address(masters, local_addr, seconds, lambda text, warning: self.said.append((text, warning)))
+
+    def _address(self, masters: Sequence[str], local_addr: str | None) -> str:
+        self.looks += 1
+        if self.ever and self.looks > len(self.problems):
+            return OLD
+        problem = self.problems[min(self.looks, len(self.problems)) - 1]
+        raise type(problem)(*problem.args)
+
+    def _sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+
+
+NO_NAME = socket.gaierror(-2, "Name or service not known")
+NO_ROUTE = OSError(errno.ENETUNREACH, "Network is unreachable")
+
+
+@pytest.mark.parametrize("problems", [(NO_NAME,), (NO_NAME, NO_NAME, NO_ROUTE), (NO_ROUTE,)])
+def test_a_name_or_a_route_that_comes_after_the_boot_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, problems: tuple[OSError, ...]
+) -> None:
+    """A supervisor starts the agent as soon as it can; one line says what is waited for, why, and how long."""
+    late = LateNetwork(monkeypatch, *problems)
+    assert late.first(None, 60, "a:1", "b:2") == OLD
+    reason = problems[0].strerror
+    assert late.said == [(f"a:1,b:2 cannot be reached yet ({reason}): trying for 60 s (--connect-timeout)", False)]
+
+
+def test_a_name_that_never_comes_is_not_waited_for_longer_than_a_person_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the error is the name's own; and an hour of looks does not burden who answers them."""
+    late = LateNetwork(monkeypatch, NO_NAME, ever=False)
+    with pytest.raises(socket.gaierror, match="not known"):
+        late.first(None, 3600, "a:1")
+    assert late.now == pytest.approx(100 + 3600)
+    assert late.looks < 3600 / 4
+    assert len(late.said) == 1
+
+
+@pytest.mark.parametrize(
+    ("local_addr", "masters", "problem"),
+    [
+        ("mine.invalid", ("a:1",), NO_NAME),  # what the user gave is wrong
+        (None, (), OSError("no master is known")),  # there is no name that could come
+        (None, ("a:1",), OSError(errno.EMFILE, "Too many open files")),  # waiting mends nothing
+    ],
+)
+def test_what_waiting_does_not_mend_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, local_addr: str | None, masters: tuple[str, ...], problem: OSError
+) -> None:
+    late = LateNetwork(monkeypatch, problem)
+    with pytest.raises(OSError, match=str(problem.strerror or problem)):
+        late.first(local_addr, 60, *masters)
+    assert (late.now, late.said) == (100.0, [])
 
 
 @pytest.mark.parametrize("where", ["file", "variable"])
