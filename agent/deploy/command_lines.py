@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dalsegno.protos.contract import Variable
+
 from .job import JobSpec
 
-__all__ = ("SecretFiles", "master_line", "node_line")
+__all__ = ("MASTER_PATIENCE_SECONDS", "SecretFiles", "master_line", "node_line")
+
+# How long a supervised node waits for the master's first answer. One that gives up ends with 2, and nobody starts it
+# again; in a Job it ends the healthy nodes, too. Within a week somebody has mended the master, or its machine.
+MASTER_PATIENCE_SECONDS = 7 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ def node_line(job: JobSpec, master: str, checkpoints: str, files: SecretFiles, *
         more: Flags of this kind of node.
     """
     low, high = job.nnodes
+    patience = "" if f"{Variable.FLAG}CONNECT_TIMEOUT" in job.env else str(MASTER_PATIENCE_SECONDS)
     return [
         "dlrover-run",
         f"--nnodes={low}:{high}",
@@ -41,7 +48,7 @@ def node_line(job: JobSpec, master: str, checkpoints: str, files: SecretFiles, *
         f"--master={master}",
         f"--checkpoint-dir={checkpoints}",
         f"--drain-timeout={job.drain_timeout}",
-        *_given(("token-file", files.token), ("tls-ca", files.tls_ca)),
+        *_given(("connect-timeout", patience), ("token-file", files.token), ("tls-ca", files.tls_ca)),
         *more,
         *job.flags,
         *job.command,

@@ -8,7 +8,7 @@ from typing import Any
 
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Variable
 
-from .command_lines import SecretFiles, master_line, node_line
+from .command_lines import MASTER_PATIENCE_SECONDS, SecretFiles, master_line, node_line
 from .job import JobSpec
 from .pods import FILES, Mounts, Object, container, labels, meta, pod_template
 from .shell_line import with_flags
@@ -255,6 +255,7 @@ def _as_variables(job: JobSpec, master: str, files: SecretFiles) -> list[Object]
         f"{Variable.FLAG}JOB_ID": job.name,
         f"{Variable.FLAG}CHECKPOINT_DIR": job.checkpoints,
         f"{Variable.FLAG}DRAIN_TIMEOUT": str(job.drain_timeout),
+        f"{Variable.FLAG}CONNECT_TIMEOUT": str(MASTER_PATIENCE_SECONDS),
         f"{Variable.FLAG}TOKEN_FILE": files.token,
         f"{Variable.FLAG}TLS_CA": files.tls_ca,
         f"{Variable.FLAG}NODE_NAME": "$(POD_NAME)",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.agent.commands.arguments import parse
 from dalsegno.protos.contract import JobSettings
 from tests.support.pages.sources import ROOT
 
@@ -35,6 +36,13 @@ def program(directory: Path, name: str, text: str) -> None:
 def handles_term(pid: int) -> bool:
     caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_every_recipe_waits_long_for_its_master() -> None:
+    """A start that gives up on it ends with 2, after which no supervisor starts that node again."""
+    lines = [line for line in PAGE.replace("\\\n", " ").splitlines() if "--master=HOST" in line]
+    words = [line[line.index("--nnodes=1:4") :].removesuffix("&").split() for line in lines]
+    assert [parse(line, {}).connect_timeout >= 3600 for line in words] == [True] * 3  # Slurm, systemd, Ray
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 75, 76])

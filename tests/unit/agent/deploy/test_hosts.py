@@ -57,6 +57,7 @@ def test_the_batch_script_runs(tmp_path: Path, code: int) -> None:
     assert [options.training_script, *options.training_script_args] == AWKWARD
     assert (options.job_id, options.master) == ("gpt", "head:29400")
     assert options.checkpoint_dir == f"{tmp_path}/checkpoints"
+    assert options.connect_timeout >= 3600
     assert "A=x y $HOME" in (tmp_path / "env").read_text().splitlines()
     assert (tmp_path / "requeued").exists() == (code in (75, 76))
     assert not (tmp_path / "requeued").exists() or (tmp_path / "requeued").read_text() == "requeue Incomplete 7_2\n"
@@ -159,6 +160,8 @@ def test_both_programs_take_their_command_lines(changes: dict[str, Any]) -> None
     words = starts["gpt.service"].replace("%d", "/c").split()
     options = arguments.parse(words[1 : words.index("train.py") + 1], {})
     assert (options.job_id, options.token_file) == ("gpt", "/c/token")
+    # A start that gives up ends with 2, which the unit takes for the last one.
+    assert options.connect_timeout >= 3600
     words = starts["gpt-master.service"].replace("%d", "/c").replace("%S", "/var/lib").replace("%H", "a").split()
     master = cli._parser().parse_args(words[1:])
     cli._check_several(master)

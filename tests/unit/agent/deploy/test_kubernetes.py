@@ -18,6 +18,8 @@ from tests.support.kubernetes.job_controller import JobStatus
 from tests.support.kubernetes.job_controller import job as run_job
 from tests.support.kubernetes.states import Create, Phase, Pod
 
+# What a node waits for its master at least, as a start that gives up (2) is its last one: every recipe takes it so.
+LONG_OUTAGE_SECONDS = 3600
 VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
 # Each megabyte of definitions is read once, not once for each object.
 utils.schema_contents = functools.cache(utils.schema_contents)
@@ -54,6 +56,7 @@ def test_the_commands_are_understood(changes: dict[str, Any]) -> None:
     assert [options.training_script, *options.training_script_args] == GPT["command"]
     assert (options.job_id, options.nnodes, options.node_name) == ("gpt", "1:4", "gpt-0-abcde")
     assert options.local_addr == "10.1.2.3"
+    assert options.connect_timeout >= LONG_OUTAGE_SECONDS
     words = [expanded(word, variables) for word in found["master"]["containers"][0]["command"]]
     master = cli._parser().parse_args(words[1:])
     port = changes.get("master", {}).get("port", 29400)
@@ -207,3 +210,17 @@ def test_a_command_of_others_has_its_flags_as_variables() -> None:
     options = arguments.parse(["train.py"], variables)
     assert (options.job_id, options.checkpoint_dir) == ("gpt", "/checkpoints")
     assert (options.master, options.token_file) == ("gpt-master:29400", "/run/dalsegno/token/token")
+    assert options.connect_timeout >= LONG_OUTAGE_SECONDS
+
+
+@pytest.mark.parametrize("how", [{"flags": ["--connect-timeout=90"]}, {"env": {"PET_CONNECT_TIMEOUT": "90"}}])
+@pytest.mark.parametrize("kind", [{}, SHELL], ids=["command", "shell"])
+def test_whoever_says_how_long_to_wait_for_the_master_is_heard(kind: dict[str, Any], how: dict[str, Any]) -> None:
+    """As a flag or, as any flag, a variable."""
+    if "flags" in how and kind:
+        how = {"shell": str(SHELL["shell"]).replace("dalsegno-run", "dalsegno-run --connect-timeout=90")}
+    (one,) = pods(objects(job(**{**kind, **how})))["trainer"]["containers"]
+    variables = {entry["name"]: entry["value"] for entry in one["env"] if "value" in entry}
+    words = one["command"][1:] if not kind else one["command"][2].partition("dalsegno-run ")[2].split()
+    words = [word for word in words if "WORKER_NUM" not in word]
+    assert arguments.parse(words, variables).connect_timeout == 90
