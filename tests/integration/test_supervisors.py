@@ -45,10 +45,14 @@ def test_every_recipe_waits_long_for_its_master() -> None:
     assert [parse(line, {}).connect_timeout >= 3600 for line in words] == [True] * 3  # Slurm, systemd, Ray
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 75, 76])
+@pytest.mark.parametrize("code", [0, 1, 2, 75, 76, 137])
+@pytest.mark.parametrize("starts", [0, 100])
 @pytest.mark.parametrize("notice", [False, True])
-def test_slurms_script_asks_for_another_start_of_who_left(tmp_path: Path, code: int, notice: bool) -> None:
-    """It passes the notice on, waits for the end, and requeues its own task after 75 and 76 only."""
+def test_slurms_script_asks_for_another_start_of_who_left(tmp_path: Path, code: int, starts: int, notice: bool) -> None:
+    """It passes the notice on, waits for the end, and requeues its own task after 75 and 76, and where it was killed.
+
+    The latter, as what `render` prints, not for ever.
+    """
     (script,) = re.findall(r"```text\n(#!/bin/bash\n#SBATCH.*?)```", PAGE, re.DOTALL)
     program(tmp_path, "train.sbatch", script)
     program(tmp_path, "dlrover-run", AGENT)
@@ -62,6 +66,7 @@ def test_slurms_script_asks_for_another_start_of_who_left(tmp_path: Path, code: 
         "WAITS": "yes" if notice else "",
         "SLURM_ARRAY_JOB_ID": "7",
         "SLURM_ARRAY_TASK_ID": "2",
+        "SLURM_RESTART_COUNT": str(starts),
     }
     job = subprocess.Popen([tmp_path / "train.sbatch"], env=environment, cwd=tmp_path, start_new_session=True)
     try:
@@ -77,7 +82,8 @@ def test_slurms_script_asks_for_another_start_of_who_left(tmp_path: Path, code: 
             os.killpg(job.pid, signal.SIGKILL)
     started, *rest = log.read_text().splitlines()
     assert "--job-id=gpt" in started
-    assert rest == ["left"] * notice + ["scontrol requeue Incomplete 7_2"] * (code in (75, 76))
+    again = code in (75, 76) or (code == 137 and starts < 100)
+    assert rest == ["left"] * notice + ["scontrol requeue Incomplete 7_2"] * again
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
