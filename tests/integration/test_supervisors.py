@@ -102,6 +102,7 @@ def test_systemds_unit_is_one(tmp_path: Path) -> None:
     assert not said
     stop = int(re.search(r"TimeoutStopSec=(\d+)", unit)[1])  # type: ignore[index]
     assert stop >= JobSettings().drain_timeout + 15
+    assert "\nWants=network-online.target\nAfter=network-online.target\n" in unit, "without a wish nothing starts it"
 
 
 def test_rays_script_is_the_one_that_lies_here() -> None:
