@@ -304,14 +304,16 @@ def _budget(job: JobSpec) -> Object | None:
 
 
 def _master_policy(job: JobSpec) -> Object:
-    """The master hears the job's nodes, and pods of the namespace that look at it; it calls nobody but etcd."""
+    """The master hears the job's nodes, and pods of the namespace that say by a label that they look at it.
+
+    A policy knows no host names. So with etcd the master may call any address, but only at etcd's ports, and DNS.
+    """
     looks = {"podSelector": {"matchLabels": {"dalsegno/looks-at": job.name}}}
     ingress = [
         {
             "from": [{"podSelector": {"matchLabels": labels(job, TRAINER)}}, looks],
-            "ports": [{"protocol": "TCP", "port": "grpc"}],
+            "ports": [{"protocol": "TCP", "port": name} for name in ("grpc", "http")],
         },
-        {"from": [{"podSelector": {}}], "ports": [{"protocol": "TCP", "port": "http"}]},
     ]
     egress: list[Object] = []
     if job.etcd:

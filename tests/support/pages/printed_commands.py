@@ -273,6 +273,7 @@ COMMANDS: dict[str, How] = {
         _CLUSTER, "tests/integration/test_kubernetes.py::test_an_autoscaler_changes_the_number_of_nodes"
     ),
     "kubectl rollout status": Name("another program's, named"),
+    "kubectl port-forward": Name("another program's, named"),
     "kubectl apply -k deploy/kubernetes/overlays/etcd": Elsewhere(
         _CLUSTER, "tests/unit/agent/deploy/test_committed.py::test_kustomize_comes_to_what_the_job_says"
     ),

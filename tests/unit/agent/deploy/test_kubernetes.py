@@ -182,7 +182,7 @@ def test_evictions_leave_the_least_nodes_and_are_never_forbidden(nodes: str, rep
 
 
 def test_only_the_jobs_nodes_reach_the_master() -> None:
-    """The policies' selectors choose the pods that there are, and the master may call nobody but etcd."""
+    """And pods with the label that docs/operations.md names, on any of its ports. It calls nobody, or etcd and DNS."""
     for changes, ports in (({}, []), (ETCD, [2379, 53, 53])):
         made = objects(job(**changes))
         policy = of_kind(made, "NetworkPolicy", "gpt-master")["spec"]
@@ -196,7 +196,11 @@ def test_only_the_jobs_nodes_reach_the_master() -> None:
             if "template" in one["spec"]
         }
         assert policy["podSelector"]["matchLabels"] == components["master"]
-        assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"] == components["trainer"]
+        # An empty selector would be every pod of the namespace, and a peer without one every pod of some.
+        peers = [peer for rule in policy["ingress"] for peer in rule["from"]]
+        looks = {"dalsegno/looks-at": "gpt"}
+        assert peers == [{"podSelector": {"matchLabels": one}} for one in (components["trainer"], looks)]
+        assert [port["port"] for rule in policy["ingress"] for port in rule["ports"]] == ["grpc", "http"]
         assert of_kind(made, "Service")["spec"]["selector"] == components["master"]
 
 
