@@ -150,7 +150,10 @@ def test_a_job_that_fails(tmp_path: Path, code: int) -> None:
 
 @pytest.mark.full
 def test_a_deployment_is_scaled_and_restarted(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """`kubectl scale` adds a node, `kubectl rollout restart` ends all and starts others, and no step is lost."""
+    """`kubectl scale` adds a node, `kubectl rollout restart` ends all and starts others, and no step is lost.
+
+    Nor is any where it is scaled to none, and up again.
+    """
     with Run(tmp_path / "run", TRAINING, DEPLOYMENT, replicas=1, flags=QUICK) as run:
         run.apply()
         first = run.wait_world(1)
@@ -161,8 +164,14 @@ def test_a_deployment_is_scaled_and_restarted(tmp_path: Path, undisturbed: Undis
         started(run, pod, second)
         before = run.pods()
         run.cluster.restart("Deployment", "ddp")
-        run.wait_world(2, after=second)
+        third = run.wait_world(2, after=second)
         assert [pod.codes for pod in before] == [[LEFT], [LEFT]]
+        before = run.pods()
+        run.cluster.scale("Deployment", "ddp", 0)
+        run.wait_for(lambda: all(pod.codes for pod in before), "the end of all nodes")
+        assert [pod.codes for pod in before] == [[LEFT], [LEFT]]
+        run.cluster.scale("Deployment", "ddp", 2)
+        run.wait_world(2, after=third)
         end(run, undisturbed)
         assert run.lost() == {}
 

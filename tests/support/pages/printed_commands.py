@@ -261,8 +261,9 @@ COMMANDS: dict[str, How] = {
         ),
         Elsewhere(_CLUSTER, "tests/integration/test_kubernetes.py::test_a_job_completes"),
     ),
-    "kubectl scale deployment/gpt --replicas=3": Elsewhere(
-        _CLUSTER, "tests/integration/test_kubernetes.py::test_a_deployment_is_scaled_and_restarted"
+    **dict.fromkeys(
+        ("kubectl scale deployment/gpt --replicas=3", "kubectl scale deployment/gpt --replicas=0"),
+        Elsewhere(_CLUSTER, "tests/integration/test_kubernetes.py::test_a_deployment_is_scaled_and_restarted"),
     ),
     """kubectl patch job/gpt -p '{"spec":{"parallelism":3,"completions":3}}'""": Elsewhere(
         _CLUSTER, "tests/integration/test_kubernetes.py::test_a_job_loses_pods"
