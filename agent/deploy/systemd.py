@@ -37,7 +37,7 @@ def _node(job: JobSpec) -> str:
             "StartLimitBurst=5",
         ],
         [
-            f"User={job.host.user}",
+            *_user(job),
             f"WorkingDirectory={job.host.directory}",
             *(f"Environment={_word(f'{name}={value}', dollar='$')}" for name, value in job.env.items()),
             *credentials,
@@ -79,7 +79,7 @@ def _master(job: JobSpec) -> str:
         # It is never given up: its machine may be short of something for longer than a few starts take.
         ["StartLimitIntervalSec=0"],
         [
-            f"User={job.host.user}",
+            *_user(job),
             f"StateDirectory=dalsegno-{job.name}",
             *credentials,
             f"ExecStart={_line(job, line)}",
@@ -101,6 +101,10 @@ def _unit(text: str, unit: Iterable[str], service: Iterable[str]) -> str:
         *("[Install]", "WantedBy=multi-user.target"),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _user(job: JobSpec) -> list[str]:
+    return ["# host.user: where it does not exist the unit fails with 217/USER.", f"User={job.host.user}"]
 
 
 def _credentials(job: JobSpec, wanted: dict[str, tuple[str, str]]) -> list[str]:

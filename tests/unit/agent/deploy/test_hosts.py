@@ -20,6 +20,7 @@ from dalsegno.agent.deploy.slurm import script
 from dalsegno.agent.deploy.systemd import units
 from dalsegno.master import cli
 from tests.support.deploy import ETCD, GPT, TLS, job
+from tests.support.pages.sources import ROOT
 
 MANY = {"host": {"master": "a:29400,b:29400", "directory": "/shared/gpt"}}
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "etcd": {**ETCD, **MANY}, "tls": TLS}
@@ -181,6 +182,15 @@ def test_a_node_is_told_and_then_killed() -> None:
     assert service["RestartForceExitStatus"] == "75 76"
     assert service["RestartPreventExitStatus"] == "1 2"
     assert "gpt-token/token" in service["LoadCredential"]
+
+
+@pytest.mark.parametrize(("key", "user"), [({}, "dalsegno"), ({"user": "train"}, "train")])
+def test_who_runs_it_is_told(key: dict[str, str], user: str) -> None:
+    """In both units, with what happens without that user; and the page's table of keys has the default."""
+    for text in units(job(host={**GPT["host"], **key})).values():
+        assert re.search(rf"^# host\.user: .* 217/USER\.\nUser={user}$", text, re.MULTILINE)
+    (row,) = re.findall(r"^\| `host` \|.*$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    assert f"`user` (systemd: `{job().host.user}`" in row
 
 
 def test_a_master_is_started_for_ever() -> None:
