@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import COUNTED_BY_TORCHRUN, GROW_SOON_SECONDS, JobSettings, Variable
+from dalsegno.protos.shortage import CannotStartError, starting
 
 from ..control.connection import Connector
 from ..control.credentials import CredentialFiles
@@ -98,6 +99,9 @@ class Rendezvous(RendezvousHandler):
         addresses: the master's.
         files: token and certificates.
         timeout_seconds: for one `next_rendezvous`.
+
+    Raises:
+        ValueError: The master has no address, also after a wait, or this machine is short of something.
     """
 
     def __init__(
@@ -132,7 +136,17 @@ class Rendezvous(RendezvousHandler):
         set_up_logging(config.log_dir / "agent.log", self._where, names=("dalsegno",))
         connector = Connector(lambda: addresses, files.read, explain=mismatch)
         self._console = console = RunConsole(name="torchrun")
-        self._effects = Effects(config, directory, connector, addresses, self._lifeline, self._mailbox, console.say)
+        try:
+            with starting("the agent"):
+                self._effects = Effects(
+                    config, directory, connector, addresses, self._lifeline, self._mailbox, console.say
+                )
+        except OSError as error:
+            self._lifeline.close()
+            if isinstance(error, CannotStartError):
+                raise ValueError(str(error)) from error
+            why = error.strerror or error
+            raise ValueError(f"{config.addresses} cannot be reached: {why}; check --rdzv-endpoint") from error
         # Its workers have this process's environment.
         os.environ.update(self._effects.node_variables(os.environ))
         self._thread = threading.Thread(target=self._decide, name="dalsegno-rendezvous", daemon=True)
@@ -305,7 +319,8 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     `token_file`, `tls_ca`, `tls_cert`, `tls_key` as dlrover-run's flags.
 
     Raises:
-        SystemExit: with one line; the endpoint is missing, or token, certificates or checkpoint directory are unusable.
+        SystemExit: with one line; the endpoint is missing or has no address, or token, certificates or checkpoint
+            directory are unusable.
     """
     try:
         return _create(params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,23 +13,46 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
+from dalsegno.agent.shell import effects
 from dalsegno.agent.shell.rendezvous import Rendezvous, create
+from dalsegno.protos.contract import CONNECT_TIMEOUT_SECONDS
 from tests.support.jobs.programs import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
-def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
-    """Of a node whose master does not answer. What it does to its environment is undone."""
+def kept_environment() -> Iterator[None]:
+    """What a rendezvous does to its environment is undone."""
     environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture
+def rendezvous(tmp_path: Path, kept_environment: None) -> Iterator[Rendezvous]:
+    """Of a node whose master does not answer."""
     places = {"checkpoint_dir": str(tmp_path / "ck"), "log_dir": str(tmp_path / "logs")}
     one = create(RendezvousParameters("dalsegno", "127.0.0.1:1", "job", 1, 2, **places))
     assert isinstance(one, Rendezvous)
     yield one
     one.shutdown()
-    os.environ.clear()
-    os.environ.update(environment)
+
+
+@pytest.mark.usefixtures("kept_environment")
+def test_a_master_that_has_no_address_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it was waited for; torch would show its own stack."""
+
+    def never(masters: list[str], local_addr: str | None, seconds: float, say: object) -> str:
+        assert (masters, local_addr, seconds) == (["node0:1"], None, CONNECT_TIMEOUT_SECONDS)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(effects, "first_address", never)
+    places = {"checkpoint_dir": str(tmp_path / "ck"), "log_dir": str(tmp_path / "logs")}
+    wanted = "^torchrun: error: node0:1 cannot be reached: Name or service not known; check --rdzv-endpoint$"
+    with pytest.raises(SystemExit, match=wanted):
+        create(RendezvousParameters("dalsegno", "node0:1", "job", 1, 2, **places))
 
 
 @pytest.mark.slow
