@@ -28,13 +28,23 @@ def test_every_row_has_its_tests() -> None:
     assert {start for starts in found.values() for start in starts} == set(ROWS)
 
 
+def test_the_page_says_where_the_batch_stays_the_same() -> None:
+    """In its column: where the session or the plugin deals the samples, and nowhere else."""
+    head, _, *rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("|")]
+    column = head.index("same batch")
+    said = {cells[0]: cells[column] for cells in rows}
+    wanted = {script: row.same_batch for script in said for start, row in ROWS.items() if script.startswith(start)}
+    assert said == wanted
+    assert not re.search(r"(first|last) \w+ rows", PAGE)  # which are other rows once one is added
+
+
 def test_the_gate_plays_three_rows_at_least() -> None:
     """By tests that no mark keeps for `make test-all`."""
-    played = {start for start, tests in ROWS.items() for test in tests if not is_full(test)}
+    played = {start for start, row in ROWS.items() for test in row.tests if not is_full(test)}
     assert len(played) >= 3
 
 
-@pytest.mark.parametrize("test", sorted({test for tests in ROWS.values() for test in tests}))
+@pytest.mark.parametrize("test", sorted({test for row in ROWS.values() for test in row.tests}))
 def test_the_tests_are_there(test: str) -> None:
     """Under these names."""
     file, _, name = test.partition("::")
