@@ -7,7 +7,6 @@ import importlib.metadata
 import io
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from dalsegno.protos.contract import Variable, run_number
 from dalsegno.protos.options import Parser, UsageError, seconds
 
 from ..control.grpc_logs import quiet_grpc
-from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
+from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
 from . import convert_command, doctor
 from . import pauses as pauses_command
 from . import render as render_command
@@ -420,8 +419,7 @@ def main() -> None:
         if isinstance(error, _Unwritable):
             print(f"dalsegno: error: standard output cannot be written: {error}", file=sys.stderr)
     except KeyboardInterrupt:
-        # As shells say it. What was ordered still stands.
-        code = 128 + signal.SIGINT
+        code = EXIT_INTERRUPTED  # what was ordered still stands
     sys.exit(code)
 
 

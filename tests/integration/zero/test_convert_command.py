@@ -125,7 +125,7 @@ def test_a_bar_on_a_terminal(fake: Any, run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_interrupted(fake: Any, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The converter ends with the command, and the same command goes on."""
+    """The converter ends with the command, as shells say it, and the same command goes on."""
     source, target = fake("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
 
     def interrupt(process: Any) -> None:
@@ -134,7 +134,7 @@ def test_interrupted(fake: Any, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_p
 
     pids: list[int] = []
     monkeypatch.setattr(convert_command, "_follow", interrupt)
-    assert run(source, target) == (1, "", "dalsegno: interrupted; the same command goes on from here\n")
+    assert run(source, target) == (130, "", "dalsegno: interrupted; the same command goes on from here\n")
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
 
