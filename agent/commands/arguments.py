@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 from dalsegno.protos.contract import CONNECT_TIMEOUT_SECONDS, MASTER_OUTAGE_TIMEOUT_SECONDS, JobSettings, Variable
 from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 
-from ..storage.macros import SAVE_DIR, has_macros, macros_of, misspelt
+from ..storage.macros import SAVE_DIR, has_macros, macros_of
 from .endpoint import find_master
+from .unused import IGNORED, UNUSED
 from .values import (
     address,
     bandwidth,
@@ -41,43 +42,11 @@ from .values import (
     streams,
 )
 
-__all__ = ["build_parser", "ignored", "parse"]
+__all__ = ["build_parser", "parse"]
 
 _TRUE = ("1", "true", "yes", "on")
-# Accepted because scripts for DLRover or torchrun use them: name, whether it takes a value, why it is not needed here.
-# Together with those of ours that have the same name, these are all of DLRover's.
-_IGNORED: tuple[tuple[str, bool, str], ...] = (
-    ("--precheck", True, "see --network-check"),
-    ("--network-check", False, "a node that cannot take part is noticed and named while the run goes on"),
-    ("--comm-perf-test", False, "see --network-check"),
-    ("--node-check", False, "see --network-check"),
-    ("--exclude-straggler", False, "stragglers are not looked for"),
-    ("--auto-config", False, "the batch plan follows from the world by itself"),
-    ("--auto-tunning", False, "the batch plan follows from the world by itself"),
-    ("--save-at-breakpoint", False, "every planned change saves first"),
-    ("--accelerator", True, "torch finds it"),
-    ("--training-port", True, "every epoch has a fresh store at a free port"),
-    ("--numa-affinity", False, "use --numa-binding"),
-    ("--membind-policy", True, "use --numa-binding"),
-    ("--ucp-device-type", True, "the conversion runs on the CPU"),
-    ("--node-rank", True, "the master gives the ranks"),
-    ("--master-addr", True, "use --master HOST:PORT"),
-    ("--master-port", True, "use --master HOST:PORT"),
-)
-
-
-# Flags that show this node to a master that is a service.
-_FOR_A_SERVICE = ("--token-file", "--tls-ca", "--tls-cert", "--tls-key")
 # Defaults.
 _SETTINGS = JobSettings()
-# Flags of torchrun that torch's launcher reads but nothing here: name, torch's default, why.
-_UNUSED: tuple[tuple[str, Any, str], ...] = (
-    ("rdzv-conf", "", "the rendezvous is the master's, with flags of its own such as --join-timeout and --quiet-time"),
-    ("monitor-interval", 0.1, "a worker's exit is noticed at once"),
-    ("start-method", "spawn", "workers are programs of their own"),
-    ("shutdown-timeout", None, "workers have --drain-timeout to save, and have ended then"),
-    ("run-path", False, "workers run the script that way anyway"),
-)
 
 
 class _Parser(Parser):
@@ -360,6 +329,20 @@ def _add_torchrun(group: _Group) -> None:
     group.switch("--virtual-local-rank", help="as torchrun")
 
 
+def _add_meeting(group: Any, environ: Mapping[str, str]) -> None:
+    """torchrun's flags for the node that hosts the master. Torch's launcher reads them under their own names."""
+    said = {"addr": "where several nodes meet: the node with this address hosts the master", "port": "of --master-addr"}
+    for name, metavar, default in (("addr", "HOST", ""), ("port", "PORT", "; default: 29500")):
+        group.add_argument(
+            *_spellings([f"--master-{name}"]),
+            dest=f"meet_{name}",
+            default=environ.get(f"{Variable.FLAG}MASTER_{name.upper()}"),
+            metavar=metavar,
+            action=_Noted,
+            help=said[name] + default,
+        )
+
+
 def build_parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The whole command line. A variable that is empty, as templates leave them, is not set."""
     environ = {name: value for name, value in environ.items() if value}
@@ -370,14 +353,16 @@ def build_parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentPa
         allow_abbrev=False,
     )
     _add_ours(_Group(parser.add_argument_group("elastic training"), environ))
-    _add_torchrun(_Group(parser.add_argument_group("as torchrun"), environ))
+    as_torchrun = parser.add_argument_group("as torchrun")
+    _add_torchrun(_Group(as_torchrun, environ))
+    _add_meeting(as_torchrun, environ)
     hidden = parser.add_argument_group("accepted, without effect")
-    for flag, takes_value, why in _IGNORED:
+    for flag, takes_value, why in IGNORED:
         name = flag.lstrip("-").replace("-", "_")
         given = environ.get(f"{Variable.FLAG}{name.upper()}")
-        known: dict[str, Any] = {"dest": f"ignored_{name}", "default": given, "help": why, "action": _Noted}
+        known: dict[str, Any] = {"dest": f"ignored_{name}", "default": given, "help": why, "metavar": "VALUE"}
         if not takes_value:
-            known |= {"nargs": 0, "action": _Given, "default": (given or "").lower() in _TRUE or None}
+            known |= {"metavar": None, "nargs": 0, "action": _Given, "default": (given or "").lower() in _TRUE or None}
         hidden.add_argument(*_spellings([flag]), **known)
     parser.set_defaults(flags=())
     parser.add_argument("training_script", help="the script, or the module with -m")
@@ -405,29 +390,6 @@ class _Given(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, True)
-
-
-def ignored(options: argparse.Namespace) -> list[str]:
-    """One line for each accepted flag that has no effect here."""
-    lines = []
-    for flag, _, why in _IGNORED:
-        used = options.meet and flag in ("--master-addr", "--master-port")
-        if getattr(options, "ignored_" + flag.lstrip("-").replace("-", "_")) is not None and not used:
-            lines.append(f"{flag} is not needed and has no effect: {why}")
-    lines += [f"--{flag} has no effect: {why}" for flag, _, why in _UNUSED if flag in options.unused]
-    given = [flag for flag in _FOR_A_SERVICE if getattr(options, flag[2:].replace("-", "_")) is not None]
-    if given and not (options.master or options.meet):
-        lines.append(f"{', '.join(given)} without --master: no effect, the embedded master has a token of its own")
-    if options.rdzv_backend not in ("dalsegno", "static", "c10d"):
-        line = f"--rdzv-backend={options.rdzv_backend} has no effect: dlrover-run has a rendezvous of its own"
-        if options.rdzv_endpoint and options.master:
-            line += f", and takes {options.master} for a dlrover-master; with c10d the node with that address hosts one"
-        lines.append(line)
-    if options.standalone and options.rdzv_endpoint and not options.own_endpoint:
-        lines.append("--rdzv-endpoint has no effect: --standalone has a master of its own")
-    for word, meant in misspelt(options.training_script_args):
-        lines.append(f"{word} is handed to the script as it is: only '{meant}' stands for a directory")
-    return lines
 
 
 def _check_best(options: argparse.Namespace) -> None:
@@ -462,7 +424,7 @@ def parse(
             action.type = Path if action.type is directory else action.type
     options = parser.parse_args(arguments)
     options.unused = []
-    for flag, default, _ in _UNUSED:
+    for flag, default, _ in UNUSED:
         name = flag.replace("-", "_")
         given = getattr(options, name)
         if given is None or given is False:

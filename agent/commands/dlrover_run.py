@@ -28,8 +28,9 @@ from ..processes.signals import SignalWatch, signals_of
 from ..script import ScriptError, check_script, main_file, text_of
 from ..shell.output import Output
 from .ahead import command_line, launcher
-from .arguments import ignored, parse
+from .arguments import parse
 from .installed import outdated_dlrover
+from .unused import ignored
 
 __all__ = ["default_job_id", "main", "run"]
 

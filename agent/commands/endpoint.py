@@ -46,8 +46,8 @@ def find_master(options: argparse.Namespace, environ: Mapping[str, str]) -> None
         return
     service = environ.get(Variable.MASTER, "")
     # PET_MASTER_ADDR is for any launcher, DLROVER_MASTER_ADDR for this one.
-    other = not service or "ignored_master_addr" in options.flags
-    options.meet = meeting_point(options, options.ignored_master_addr if other else "")
+    other = not service or "meet_addr" in options.flags
+    options.meet = meeting_point(options, options.meet_addr if other else "")
     if options.meet:
         return
     if options.rdzv_endpoint:
@@ -81,7 +81,7 @@ def meeting_point(options: argparse.Namespace, master_addr: str | None) -> str:
     if text and options.rdzv_backend not in ("c10d", "static"):
         return ""
     if not text and options.max_nodes > 1 and master_addr:
-        flag, port = "--master-addr", _port(options.ignored_master_port or str(_STATIC_PORT), "--master-port")
+        flag, port = "--master-addr", _port(options.meet_port or str(_STATIC_PORT), "--master-port")
         text = master_addr
     if not text:
         return ""

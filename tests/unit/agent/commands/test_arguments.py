@@ -13,7 +13,8 @@ import pytest
 from torch.distributed import run as torchrun
 
 from dalsegno.agent.commands import dlrover_run
-from dalsegno.agent.commands.arguments import build_parser, ignored, parse
+from dalsegno.agent.commands.arguments import build_parser, parse
+from dalsegno.agent.commands.unused import ignored
 from dalsegno.protos.options import UsageError
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.commands import launch
-from dalsegno.agent.commands.arguments import ignored, parse
+from dalsegno.agent.commands.arguments import build_parser, parse
 from dalsegno.agent.commands.endpoint import answers, local_address, split, wait_for_name
+from dalsegno.agent.commands.unused import ignored
 from dalsegno.agent.shell.console import RunConsole
 from dalsegno.agent.storage.job_directory import JobDirectory
 from dalsegno.protos.options import UsageError
@@ -38,6 +39,15 @@ def test_where_they_meet(flags: list[str], meet: str) -> None:
     assert options.meet == meet
     assert not (meet and options.master)
     assert [line for line in ignored(options) if "--master-" in line and meet] == []
+
+
+def test_help_does_not_call_the_meeting_point_without_effect() -> None:
+    """Whoever reads that two flags have no effect drops them, and each node waits at a master of its own."""
+    groups = {group.title: group for group in build_parser({})._action_groups}
+    unused = {flag for action in groups["accepted, without effect"]._group_actions for flag in action.option_strings}
+    assert not unused & {"--master-addr", "--master-port", "--rdzv-endpoint"}
+    (addr,) = (one for one in groups["as torchrun"]._group_actions if "--master-addr" in one.option_strings)
+    assert "hosts the master" in str(addr.help)
 
 
 KUBEFLOW = {"PET_NNODES": "2", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456", "PET_NODE_RANK": "1"}
