@@ -119,8 +119,8 @@ class StepLog:
             self._file = None
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The flags that all examples take."""
+def parser(description: str, *, without: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The flags that examples take, but for those that one of them would not read (`step_log`, …)."""
     flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--global-batch-size", type=_positive, default=16, help="samples per optimizer step")
     flags.add_argument("--max-micro-batch-size", type=_positive, default=4, help="samples one rank computes at once")
@@ -129,11 +129,19 @@ def parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--memory-every", type=int, default=0, help="the same in memory (dlrover-run --memory-replicas)")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--learning-rate", type=float, default=3e-4)
-    flags.add_argument("--step-log", metavar="DIR", help="append one JSON line per step and rank to files here")
-    flags.add_argument("--checkpoint-dir", metavar="DIR", help="where to save outside dlrover-run")
-    flags.add_argument(
-        "--step-time", type=float, default=0.0, metavar="SECONDS", help="let a step last this long at least"
-    )
+    some: dict[str, dict[str, Any]] = {
+        "step_log": {"metavar": "DIR", "help": "append one JSON line per step and rank to files here"},
+        "checkpoint_dir": {"metavar": "DIR", "help": "where to save outside dlrover-run"},
+        "step_time": {
+            "type": float,
+            "default": 0.0,
+            "metavar": "SECONDS",
+            "help": "let a step last this long at least",
+        },
+    }
+    for name, known in some.items():
+        if name not in without:
+            flags.add_argument(f"--{name.replace('_', '-')}", **known)
     return flags
 
 

@@ -3,6 +3,9 @@
 python examples/hf_trainer.py                                  one process, as any Trainer script
 torchrun --nproc-per-node 2 examples/hf_trainer.py             two
 dlrover-run --nnodes=1:4 examples/hf_trainer.py                as many as there are, and they may come and go
+
+Outside ``dlrover-run`` it is a plain Trainer: each rank computes ``--max-micro-batch-size`` samples in a step, and
+``--global-batch-size``, ``--memory-every``, ``--fixed-micro-batch``, ``--stay`` and ``--step-log`` have no effect.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ class Stretch(TrainerCallback):  # type: ignore[misc]
 
 
 def main() -> None:
-    parser = common.parser("A Hugging Face Trainer on the standard library's source text.")
+    parser = common.parser("A Hugging Face Trainer on the standard library's source text.", without=("checkpoint_dir",))
     parser.add_argument("--output-dir", default="out", help="where the links checkpoint-<n> are put")
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), help="with DeepSpeed; default: DDP")
     parser.add_argument("--evaluate-every", type=int, default=0, metavar="STEPS")

@@ -32,7 +32,7 @@ def measure(model: nn.Module, blocks: Tensor) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = common.parser("A Trainer on the standard library's source text.")
+    parser = common.parser("A Trainer on the standard library's source text.", without=("step_log", "step_time"))
     parser.add_argument("--strategy", choices=("ddp", "fsdp", "deepspeed"), default="ddp")
     parser.add_argument("--universal-checkpoint", action="store_true", help="accepted: dlrover-run may add it")
     flags = parser.parse_args()
@@ -53,6 +53,7 @@ def main() -> None:
         max_grad_norm=1.0,
         seed=flags.seed,
         save_every=flags.save_every,
+        memory_every=flags.memory_every,
         checkpoint_dir=flags.checkpoint_dir,
         evaluator=Evaluator(Subset(text, range(held_out)), measure),
         evaluate_every=50,

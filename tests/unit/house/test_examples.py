@@ -1,0 +1,54 @@
+"""The examples do what their flags say."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages.sources import ROOT
+
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "common.py")
+# `dlrover-run --universal-checkpoint` hands it to the script, which need not look at it.
+HANDED = "universal_checkpoint"
+
+
+def flags_of(tree: ast.Module) -> set[str]:
+    """What a script's parser knows: its own flags, and those that the examples share."""
+    found = set()
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if name == "add_argument":
+            named = [word.value for word in call.keywords if word.arg == "dest"] or call.args
+            found |= {str(one.value) for one in named[-1:] if isinstance(one, ast.Constant)}
+        elif name == "parser" and isinstance(call.func, ast.Attribute) and ast.unparse(call.func) == "common.parser":
+            without = [ast.literal_eval(word.value) for word in call.keywords if word.arg == "without"]
+            found |= shared(*without)
+    return {name.lstrip("-").replace("-", "_") for name in found}
+
+
+def shared(without: tuple[str, ...] = ()) -> set[str]:
+    """The flags that `common.parser` makes."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        import common  # type: ignore[import-not-found]  # of the examples' directory
+    finally:
+        sys.path.pop(0)
+    return {action.dest for action in common.parser("", without=without)._actions} - {"help"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_flag_of_an_example_is_read(path: Path) -> None:
+    """A flag that is accepted and does nothing misleads whoever gives it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert flags_of(tree) - set(read_in(tree)) - {HANDED} == set()
+
+
+def read_in(tree: ast.Module) -> Iterator[str]:
+    """The flags that a script looks at."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).rpartition(".")[2] in ("flags", "options"):
+            yield node.attr
