@@ -69,11 +69,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A Hugging Face Trainer that knows nothing of us.")
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--resume_from_checkpoint")
+    parser.add_argument("--batch_size", type=int, default=8, help="samples of a step, which all ranks share")
     parser.add_argument("--max_steps", type=int, default=100)
     parser.add_argument("--save_steps", type=int, default=20)
     parser.add_argument("--steps_file", type=Path, help="a line for each step: step and loss")
     parser.add_argument("--pace", type=float, default=0.0, help="least seconds of a step")
     flags = parser.parse_args()
+    if flags.batch_size % (ranks := int(os.environ.get("WORLD_SIZE", 1))) or flags.batch_size < 1:
+        # The next pod may have another number of cards: a batch that grew with them would bend the curve.
+        parser.error(f"--batch_size={flags.batch_size} cannot be shared by {ranks} ranks: a multiple of {ranks} can")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=common.VOCABULARY, **sizes))
@@ -83,7 +87,7 @@ def main() -> None:
             output_dir=flags.output_dir,
             max_steps=flags.max_steps,
             save_steps=flags.save_steps,
-            per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", 1)),
+            per_device_train_batch_size=flags.batch_size // ranks,
             logging_steps=1,
             seed=0,
             use_cpu=not torch.cuda.is_available(),

@@ -52,3 +52,20 @@ def read_in(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).rpartition(".")[2] in ("flags", "options"):
             yield node.attr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "said"), [(3, "8", "a multiple of 3"), (16, "8", "16"), (1, "0", "1 ranks")]
+)
+def test_a_batch_that_ranks_cannot_share_is_refused(
+    ranks: int, given: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of `relay_sft.py`, whose pods may have other numbers of cards: the batch of all ranks stays the same."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    script = pytest.importorskip("relay_sft", exc_type=ImportError)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(sys, "argv", ["relay_sft.py", "--output_dir=out", f"--batch_size={given}"])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
