@@ -336,17 +336,20 @@ def _event_number(text: str) -> int:
 
 
 def _add_master(command: argparse.ArgumentParser) -> None:
-    """Adds the options that name the master to ask, and the credentials for it."""
-    command.add_argument("--master", type=address, default=os.environ.get(Variable.MASTER) or None, metavar="HOST:PORT")
-    command.add_argument("--job-id")
-    command.add_argument(
-        "--checkpoint-dir", default="checkpoints", metavar="DIR", help="where an embedded master lives"
-    )
+    """Adds the options that name the master to ask, and the credentials for it. Each has dlrover-run's variable."""
+
+    def add(flag: str, otherwise: str | None, metavar: str, text: str, **known: Any) -> None:
+        variable = f"{Variable.FLAG}{flag.upper().replace('-', '_')}"
+        default = os.environ.get(variable) or otherwise
+        text = f"{text}; also {variable}"
+        command.add_argument(f"--{flag}", default=default, metavar=metavar, help=text, **known)
+
+    service = os.environ.get(Variable.MASTER) or None
+    add("master", service, "HOST:PORT", f"the job's master, if it is a service; also {Variable.MASTER}", type=address)
+    add("job-id", None, "JOB", "which job, where several have a master of their own")
+    add("checkpoint-dir", "checkpoints", "DIR", "where a job without a service has its master's address")
     for name in ("token-file", "tls-ca", "tls-cert", "tls-key"):
-        variable = f"{Variable.FLAG}{name.upper().replace('-', '_')}"
-        command.add_argument(
-            f"--{name}", metavar="FILE", default=os.environ.get(variable), help="as dlrover-run's; also its variable"
-        )
+        add(name, None, "FILE", "as dlrover-run's, for --master")
 
 
 def _others() -> dict[str, importlib.metadata.EntryPoint]:

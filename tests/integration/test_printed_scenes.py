@@ -131,6 +131,7 @@ def test_a_master_that_is_a_service(stage: Stage, line: Line, tmp_path: Path) ->
     nodes[0].wait_for(r"the run finished at step 40")
     assert [node.wait() for node in nodes] == [0, 0]
     assert "finished" in stage.type(node)
+    assert "gpt" in stage.type(line("dalsegno status").replace("HOST:29400", f"localhost:{port}"))
     master.terminate()
     master.wait()
 

@@ -117,6 +117,7 @@ COMMANDS: dict[str, How] = {
     " --nnodes=1:4 --token-file=token --tls-cert=cert.pem --tls-key=key.pem": Scene("test_a_master_that_is_a_service"),
     "dlrover-run --nnodes=1:4 --job-id=gpt --master=HOST:29400 --token-file=token --tls-ca=cert.pem"
     " --checkpoint-dir=/shared/checkpoints train.py": Scene("test_a_master_that_is_a_service"),
+    "dalsegno status --master=HOST:29400 --token-file=token --tls-ca=cert.pem": Scene("test_a_master_that_is_a_service"),
     "dlrover-master --job-id=gpt --host=0.0.0.0 --port=29400 --advertise=HOST"
     " --store=etcd://E1:2379,E2:2379,E3:2379"
     " --nnodes=1:4 --token-file=token --tls-cert=cert.pem --tls-key=key.pem": Scene("test_several_masters"),

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from dalsegno.agent.commands import asking
+from dalsegno.agent.commands import asking, dalsegno
 from dalsegno.agent.commands.asking import AskedMaster, NoAnswer
 from dalsegno.agent.commands.dalsegno import run
 from dalsegno.protos import control_pb2 as pb
@@ -147,6 +147,22 @@ def test_an_order_without_an_answer_says_whether_it_was_taken(
         server.stop(0).wait(5)
     line = capsys.readouterr().err
     assert (told in line, line.count("\n")) == (True, 1)
+
+
+def test_the_variables_of_dlrover_run_name_the_master_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod or a shell that has them asks about its own job; flags win, and empty ones are none."""
+    variables = {"MASTER": "m:1", "JOB_ID": "gpt", "CHECKPOINT_DIR": "/shared", "TOKEN_FILE": "token"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    monkeypatch.setenv("DLROVER_MASTER_ADDR", "other:1")
+    options = dalsegno._parser()[0].parse_args(["status"])
+    assert {name: getattr(options, name.lower()) for name in variables} == variables
+    options = dalsegno._parser()[0].parse_args(["status", "--master=f:2", "--job-id=own", "--checkpoint-dir=ck"])
+    assert (options.master, options.job_id, options.checkpoint_dir) == ("f:2", "own", "ck")
+    for name in variables:
+        monkeypatch.setenv(f"PET_{name}", "")
+    options = dalsegno._parser()[0].parse_args(["status"])
+    assert (options.master, options.job_id, options.checkpoint_dir) == ("other:1", None, "checkpoints")
 
 
 def test_numbers_of_events_and_orders_are_numbers() -> None:
