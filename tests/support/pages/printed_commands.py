@@ -330,6 +330,8 @@ COMMANDS: dict[str, How] = {
     # ms-swift.
     "pip install -e '.[train,swift]'": Elsewhere(_NETWORK, "install"),
     "pip install -e '.[train,relay]'": Elsewhere(_NETWORK, "install"),
+    "pip install -e '.[etcd,http]'": Elsewhere(_NETWORK, "install"),
+    "openssl rand -hex 32": Name("makes the file that the reference prints a command for"),
     "pip install -e '.[train,hf]'": Elsewhere(_NETWORK, "install"),
     "NPROC_PER_NODE=4 swift sft --model … --dataset … --deepspeed zero1 --per_device_train_batch_size 2"
     " --gradient_accumulation_steps 4 --save_steps 100 --output_dir out": Scene("test_ms_swift"),
