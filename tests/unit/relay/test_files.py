@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,17 @@ def test_the_first_one_has_every_key() -> None:
     for name in ("interval_seconds", "keep_last", "lease_seconds", "self_fence"):
         assert said[name] == RunFile.model_fields[name].default, name
     assert said["hf"]["interval_seconds"] == Hub.model_fields["interval_seconds"].default
+
+
+def test_every_key_of_the_first_one_has_its_comment() -> None:
+    """A line above it says what it is, with its unit; the lines of `baseline` and `manifest` stand above these."""
+    lines = (ROOT / "deploy" / "relay" / "run.yaml").read_text(encoding="utf-8").splitlines()
+    bare = set()
+    for before, line in itertools.pairwise(lines):
+        key = re.match(r" *(\w+):", line)
+        if key and not before.lstrip().startswith("#"):
+            bare.add(key[1])
+    assert bare == {"data_version", "hf"}
 
 
 def test_the_page_has_every_flag_of_a_pod() -> None:
