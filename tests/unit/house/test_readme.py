@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dalsegno.agent.commands.arguments import build_parser
+from dalsegno.agent.commands.dalsegno import _parser as dalsegno_parser
+from dalsegno.agent.commands.unused import IGNORED, UNUSED
 from dalsegno.agent.decisions import events
 from dalsegno.master.cli import _parser as master_parser
+from dalsegno.protos.options import Parser
+from dalsegno.relay.command import ACTIONS, pod_parser
 from tests.support.pages.sources import ROOT
 
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
@@ -45,7 +50,7 @@ def test_flags_and_variables_of_the_master(monkeypatch: pytest.MonkeyPatch) -> N
     rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
     pairs = []
     for flags, variables in rows:
-        named = re.findall(r"--[a-z-]+", flags)
+        named = re.findall(r"--[a-z_-]+", flags)
         assert set(named) <= set(master_parser()._option_string_actions)
         if variables.strip():
             pairs += list(zip(named, re.findall(r"[A-Z_]+", variables), strict=True))
@@ -62,6 +67,53 @@ def test_exit_codes_are_the_agent_s() -> None:
     """The table of exit codes has those that dlrover-run ends with."""
     for name in ("EXIT_USAGE", "EXIT_LEFT", "EXIT_LEFT_UNSAVED"):
         assert f"| {getattr(events, name)} | dlrover-run |" in REFERENCE
+
+
+PAGES = "\n".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A parser, and those of its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from parsers_of(below)
+
+
+def every_flag() -> set[tuple[str, str]]:
+    """Of all programs: program, and the flag as people type it."""
+    relay = [pod_parser()]
+    for name, action in ACTIONS.items():
+        relay.append(Parser(prog=f"dalsegno relay {name}"))
+        action.add(relay[-1])
+    parsers = [build_parser({}), master_parser(), *parsers_of(dalsegno_parser()[0]), *relay]
+    return {
+        (parser.prog, next(one for one in action.option_strings if one.startswith("--")))
+        for parser in parsers
+        for action in parser._actions
+        if action.option_strings and action.option_strings != ["-h", "--help"]
+    }
+
+
+@pytest.mark.parametrize(("program", "flag"), sorted(every_flag()))
+def test_every_flag_of_every_program_stands_on_a_page(program: str, flag: str) -> None:
+    """Whoever meets it in a command line finds what it does; of the two long programs in the reference's tables."""
+    rows = [line for line in REFERENCE.splitlines() if line.startswith("| `--")]
+    where = "\n".join(row.split("|")[1] for row in rows) if program.startswith("dlrover-") else PAGES
+    assert re.search(rf"(?<![\w-]){flag}(?![\w-])", where), program
+
+
+def test_flags_without_effect_are_told_as_such() -> None:
+    """In the table of torchrun's and DLRover's: those of the parser's lists, and no others."""
+    table = REFERENCE[REFERENCE.index("| flag of torchrun or DLRover |") :].split("\n\n")[0]
+    told = {
+        flag
+        for row in table.splitlines()
+        if "| no effect" in row
+        for flag in re.findall(r"`(--[a-z-]+)`", row.split("|")[1])
+    }
+    assert told == {flag for flag, *_ in IGNORED} | {f"--{flag}" for flag, *_ in UNUSED}
 
 
 def test_the_readme_is_short() -> None:
