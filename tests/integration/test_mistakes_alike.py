@@ -55,7 +55,7 @@ def whole(tmp_path: Path, model: str, *, fixed: bool = False) -> dict[int, float
     "each rank's generators (Python's, NumPy's, torch's, its card's) are saved with every checkpoint and go on",
 )
 @brings(
-    "the same, resumed by another number of ranks",
+    "dropout and whatever else a model draws at random, resumed by another number of ranks",
     Comes.ALIKE,
     "each rank draws by itself, and there are other ranks with other samples: the generators are seeded anew from the"
     " seed, the step and the rank",
