@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 
 from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos.contract import CONTROL_PROTOCOL
 
-PROTOCOL = 1
 ANSWER_WITHIN = 1.0
 FORMS = {control_pb2.FORM_SHARDED: "sharded", control_pb2.FORM_UNIVERSAL: "universal"}
 
@@ -35,7 +35,7 @@ def read_status(checkpoint_dir: Path, job_id: str) -> JobStatus | None:
         token = (state / "token").read_text(encoding="utf-8").strip()
     except (FileNotFoundError, KeyError, ValueError):
         return None
-    request = control_pb2.StatusRequest(job_id=job_id, protocol=PROTOCOL)
+    request = control_pb2.StatusRequest(job_id=job_id, protocol=CONTROL_PROTOCOL)
     with grpc.insecure_channel(address) as channel:
         try:
             reply = control_pb2_grpc.ControlStub(channel).GetStatus(
