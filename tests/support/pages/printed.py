@@ -75,7 +75,7 @@ def pages() -> tuple[Page, ...]:
 
 
 def _pages() -> Iterator[Page]:
-    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]:
+    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]:
         yield Page(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
     others = [path.relative_to(ROOT) for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py")]
     for path in [*product_files(), *sorted(others)]:

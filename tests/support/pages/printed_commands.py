@@ -117,7 +117,9 @@ COMMANDS: dict[str, How] = {
     " --nnodes=1:4 --token-file=token --tls-cert=cert.pem --tls-key=key.pem": Scene("test_a_master_that_is_a_service"),
     "dlrover-run --nnodes=1:4 --job-id=gpt --master=HOST:29400 --token-file=token --tls-ca=cert.pem"
     " --checkpoint-dir=/shared/checkpoints train.py": Scene("test_a_master_that_is_a_service"),
-    "dalsegno status --master=HOST:29400 --token-file=token --tls-ca=cert.pem": Scene("test_a_master_that_is_a_service"),
+    "dalsegno status --master=HOST:29400 --token-file=token --tls-ca=cert.pem": Scene(
+        "test_a_master_that_is_a_service"
+    ),
     "dlrover-master --job-id=gpt --host=0.0.0.0 --port=29400 --advertise=HOST"
     " --store=etcd://E1:2379,E2:2379,E3:2379"
     " --nnodes=1:4 --token-file=token --tls-cert=cert.pem --tls-key=key.pem": Scene("test_several_masters"),
@@ -135,6 +137,13 @@ COMMANDS: dict[str, How] = {
     "dalsegno relay deploy/relay/quickstart.yaml --no-mount-check": Scene("test_a_relayed_run"),
     "dalsegno relay verify deploy/relay/quickstart.yaml": Scene("test_a_relayed_run"),
     "dalsegno relay run.yaml": Elsewhere(_RUN, "tests/integration/test_relay_pods.py"),
+    **{
+        f"dalsegno relay deploy/relay/{name}.yaml": Elsewhere(_RUN, f"tests/integration/test_relay_trainers.py::{test}")
+        for name, test in (
+            ("hf-trainer", "test_a_notice_to_a_hugging_face_trainer_of_two_ranks"),
+            ("any-rl", "test_reinforcement_learning_in_plain_torch"),
+        )
+    },
     "dalsegno relay run.yaml --allow-older": Elsewhere(_RUN, "tests/integration/test_relay_export.py"),
     "dalsegno relay verify": Elsewhere(_RUN, "tests/integration/test_relay_pods.py"),
     "dalsegno relay": Name(_PROGRAM),

@@ -1,4 +1,4 @@
-"""What docs/bring-your-script.md promises of each kind of script, and which tests play it: a join, a leave and a kill."""
+"""What docs/bring-your-script.md promises of each kind of script, and tests that play a join, a leave and a kill."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,13 @@ def shared(without: tuple[str, ...] = ()) -> set[str]:
     finally:
         sys.path.pop(0)
     return {action.dest for action in common.parser("", without=without)._actions} - {"help"}
+
+
+def test_every_example_is_listed() -> None:
+    """In the page of the directory."""
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    names = {path.name for path in (ROOT / "examples").glob("*.py")} - {"__init__.py"}
+    assert names == {name for name, target in re.findall(r"\[(\w+\.py)\]\((\S+)\)", page) if name == target}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

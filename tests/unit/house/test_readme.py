@@ -123,7 +123,12 @@ def test_the_readme_is_short() -> None:
 
 def test_files_that_pages_name_exist() -> None:
     """Every path of ours in a page is there, so that a reader finds what the page speaks of."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "README.md",
+        ROOT / "examples" / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+    ]
     folders = "agent|elastic|master|protos|relay|swift_plugin|tests|examples|benchmarks"
     for page in pages:
         for path in re.findall(rf"`((?:{folders})/[\w/.]+\.\w+)`", page.read_text(encoding="utf-8")):
@@ -138,7 +143,12 @@ def anchors(page: Path) -> set[str]:
 
 def test_links_lead_somewhere() -> None:
     """Files and headings that the README and docs link to exist."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "README.md",
+        ROOT / "examples" / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+    ]
     for page in pages:
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
             there = page.parent / target if target else page
