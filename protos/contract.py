@@ -10,12 +10,12 @@ import struct
 from dataclasses import dataclass, fields
 
 __all__ = (
+    "COMMAND_INTERRUPTED",
     "CONNECT_TIMEOUT_SECONDS",
     "CONTROL_PROTOCOL",
     "COUNTED_BY_TORCHRUN",
     "EXIT_FAILED",
     "EXIT_FINISHED",
-    "EXIT_INTERRUPTED",
     "EXIT_LEFT",
     "EXIT_LEFT_UNSAVED",
     "EXIT_USAGE",
@@ -48,8 +48,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_LEFT = 75
 EXIT_LEFT_UNSAVED = 76
-# Of `dalsegno` after Ctrl-C, as shells say it.
-EXIT_INTERRUPTED = 130
+# Exit code of `dalsegno` after Ctrl-C, as shells say it.
+COMMAND_INTERRUPTED = 130
 # Exit codes of `dlrover-master`, besides EXIT_FINISHED (it was told to stop, or its job is over) and EXIT_USAGE: it
 # failed, or its event loop hung and another master can go on from the store; or the job has another master already.
 MASTER_HUNG = EXIT_FAILED

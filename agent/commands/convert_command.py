@@ -26,7 +26,7 @@ from dalsegno.protos.shortage import starting
 from dalsegno.protos.signal_names import how_ended
 from dalsegno.protos.text import object_in
 
-from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED
+from ..decisions.events import COMMAND_INTERRUPTED, EXIT_FAILED, EXIT_FINISHED
 from ..processes.proc import kill_group
 
 __all__ = ["add_arguments", "convert"]
@@ -100,7 +100,7 @@ def convert(options: argparse.Namespace) -> int:
             code = process.wait(_END_WITHIN_SECONDS)
         except KeyboardInterrupt:
             print("dalsegno: interrupted; the same command goes on from here", file=sys.stderr)
-            return EXIT_INTERRUPTED
+            return COMMAND_INTERRUPTED
         finally:
             kill_group(process.pid)
             process.wait()

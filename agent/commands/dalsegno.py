@@ -31,7 +31,7 @@ from dalsegno.protos.contract import Variable, run_number
 from dalsegno.protos.options import Parser, UsageError, seconds
 
 from ..control.grpc_logs import quiet_grpc
-from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from ..decisions.events import COMMAND_INTERRUPTED, EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from . import convert_command, doctor
 from . import pauses as pauses_command
 from . import render as render_command
@@ -422,7 +422,7 @@ def main() -> None:
         if isinstance(error, _Unwritable):
             print(f"dalsegno: error: standard output cannot be written: {error}", file=sys.stderr)
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED  # what was ordered still stands
+        code = COMMAND_INTERRUPTED  # what was ordered still stands
     sys.exit(code)
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2, worker_pb2
+from dalsegno.protos.contract import COMMAND_INTERRUPTED as COMMAND_INTERRUPTED
 from dalsegno.protos.contract import EXIT_FAILED as EXIT_FAILED
 from dalsegno.protos.contract import EXIT_FINISHED as EXIT_FINISHED
-from dalsegno.protos.contract import EXIT_INTERRUPTED as EXIT_INTERRUPTED
 from dalsegno.protos.contract import EXIT_LEFT as EXIT_LEFT
 from dalsegno.protos.contract import EXIT_LEFT_UNSAVED as EXIT_LEFT_UNSAVED
 from dalsegno.protos.contract import EXIT_USAGE as EXIT_USAGE

@@ -48,9 +48,18 @@ def test_no_variable_is_spelt_twice(path: object) -> None:
     assert spelt <= PLUGIN
 
 
+def test_the_page_has_the_variables_for_people() -> None:
+    """Those that our plugin of ms-swift reads, in the paragraph behind the table."""
+    (paragraph,) = (one for one in CONTRACTS.split("\n\n") if one.startswith("Four more variables are for people"))
+    text = (ROOT / "swift_plugin" / "hf" / "options.py").read_text(encoding="utf-8")
+    read = set(re.findall(r'^[A-Z_]+ = "(DALSEGNO_[A-Z_]+)"$', text, re.MULTILINE))
+    assert set(re.findall(r"DALSEGNO_[A-Z_]+", paragraph)) == read
+    assert len(read) == 4
+
+
 def test_the_page_has_every_variable_and_exit_code() -> None:
     """What a worker is given, and what its end means."""
-    table = CONTRACTS[: CONTRACTS.index("Two more variables are for people")]
+    table = CONTRACTS[: CONTRACTS.index("Four more variables are for people")]
     assert set(re.findall(r"DALSEGNO_[A-Z_]+", table)) == FOR_WORKERS
     reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     codes = {value for name, value in vars(contract).items() if name.startswith("EXIT_")}
@@ -58,5 +67,6 @@ def test_the_page_has_every_variable_and_exit_code() -> None:
     codes = {contract.EXIT_FINISHED, contract.EXIT_FAILED, contract.EXIT_USAGE}
     codes |= {value for name, value in vars(contract).items() if re.fullmatch(r"MASTER_(HUNG|SUPERSEDED)", name)}
     assert set(map(int, re.findall(r"^\| (\d+) \| dlrover-master \|", reference, re.MULTILINE))) == codes
+    assert f"and with {contract.COMMAND_INTERRUPTED} after Ctrl-C" in reference
     codes = {value for name, value in vars(contract).items() if re.fullmatch(r"WORKER_(DRAINED|BAD_CHECKPOINT)", name)}
     assert set(map(int, re.findall(r"^\| (\d+) \| worker \|", reference, re.MULTILINE))) == codes
