@@ -331,15 +331,17 @@ def _add_torchrun(group: _Group) -> None:
 
 def _add_meeting(group: Any, environ: Mapping[str, str]) -> None:
     """torchrun's flags for the node that hosts the master. Torch's launcher reads them under their own names."""
-    said = {"addr": "where several nodes meet: the node with this address hosts the master", "port": "of --master-addr"}
-    for name, metavar, default in (("addr", "HOST", ""), ("port", "PORT", "; default: 29500")):
+    for name, metavar, text in (
+        ("addr", "HOST", "where several nodes meet: the node with this address hosts the master"),
+        ("port", "PORT", "of --master-addr; default: 29500"),
+    ):
         group.add_argument(
             *_spellings([f"--master-{name}"]),
             dest=f"meet_{name}",
             default=environ.get(f"{Variable.FLAG}MASTER_{name.upper()}"),
             metavar=metavar,
             action=_Noted,
-            help=said[name] + default,
+            help=text,
         )
 
 
