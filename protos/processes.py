@@ -173,19 +173,22 @@ def _may_live(pid: int, started: int) -> bool:
     return exists(pid) if status is None else status.is_of(started)
 
 
-def ends_with_parent(signum: int, parent: int) -> Callable[[], None]:
+def ends_with_parent(signum: int, parent: int, *, own_group: bool = False) -> Callable[[], None]:
     """What a new process calls to get a signal once its parent ends (prctl(2)): safe between fork and exec.
 
     Args:
         signum: The signal.
         parent: Its number; who has another parent when it calls, gets the signal at once. It counts as ended when the
             thread ends that has started the process.
+        own_group: It leads a process group of its own, as by Popen's `process_group`, which came with Python 3.11.
     """
     import ctypes
 
     prctl = ctypes.CDLL(None).prctl
 
     def bind() -> None:
+        if own_group:
+            os.setpgid(0, 0)
         prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
         if os.getppid() != parent:
             os.kill(os.getpid(), signum)

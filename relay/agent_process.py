@@ -42,8 +42,7 @@ class AgentProcess:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "dalsegno.agent.commands.dlrover_run", *flags],
                     pass_fds=[teller, commands],
-                    process_group=0,
-                    preexec_fn=ends_with_parent(signal.SIGTERM, os.getpid()),
+                    preexec_fn=ends_with_parent(signal.SIGTERM, os.getpid(), own_group=True),
                 )
         finally:
             os.close(teller)
@@ -125,8 +124,7 @@ class MirrorProcess:
                 *("--events", str(self._volume.events)),
                 *self._flags,
             ],
-            process_group=0,
-            preexec_fn=ends_with_parent(signal.SIGTERM, os.getpid()),
+            preexec_fn=ends_with_parent(signal.SIGTERM, os.getpid(), own_group=True),
         )
 
     def ask_to_end(self) -> None:

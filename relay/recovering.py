@@ -441,7 +441,8 @@ def _made(command: tuple[str, ...], volume: Volume, say: Say, *, locked: bool) -
     words = [word.replace("${save_dir}", str(target)) for word in command]
     say(f"the run begins from a baseline: {' '.join(words)}")
     try:
-        process = subprocess.Popen(words, process_group=0, preexec_fn=ends_with_parent(signal.SIGKILL, os.getpid()))
+        own = ends_with_parent(signal.SIGKILL, os.getpid(), own_group=True)
+        process = subprocess.Popen(words, preexec_fn=own)
     except OSError as error:
         raise Stuck(f"baseline: {words[0]} cannot be executed: {error.strerror or error}") from error
     try:

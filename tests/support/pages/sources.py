@@ -19,8 +19,8 @@ def product_files() -> list[Path]:
 
 @functools.cache
 def parsed(source: str) -> ast.Module:
-    """The tree of a file's text: several tests walk through the same."""
-    return ast.parse(source)
+    """The tree of a file's text: several tests walk through the same. Syntax newer than Python 3.10 is refused."""
+    return ast.parse(source, feature_version=(3, 10))
 
 
 def module_name(path: Path) -> str:

@@ -20,6 +20,35 @@ SAYS_ITSELF = 6
 PRIVATE = re.compile("|".join(["/" + "root/", "/" + "home/(?!user/)", "/" + "work/", "/" + "Users/", r"\.py" + "env/"]))
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+# Arguments, modules and names that came with Python 3.11 to 3.13: `python_requires` promises 3.10.
+NEWER_ARGUMENTS = {"process_group": {"Popen", "run", "call", "check_call", "check_output"}}
+NEWER = {
+    "tomllib",
+    "asyncio.Runner",
+    "asyncio.TaskGroup",
+    "asyncio.timeout",
+    "contextlib.chdir",
+    "datetime.UTC",
+    "enum.ReprEnum",
+    "enum.StrEnum",
+    "enum.verify",
+    "hashlib.file_digest",
+    "itertools.batched",
+    "logging.getLevelNamesMapping",
+    "os.process_cpu_count",
+    "sys.exception",
+    "typing.LiteralString",
+    "typing.Never",
+    "typing.NotRequired",
+    "typing.Required",
+    "typing.Self",
+    "typing.TypeVarTuple",
+    "typing.Unpack",
+    "typing.assert_never",
+    "typing.dataclass_transform",
+    "typing.override",
+    "typing.reveal_type",
+}
 
 
 def is_public(name: str) -> bool:
@@ -87,6 +116,33 @@ def closed(tree: ast.Module, imported: ast.Import | ast.ImportFrom) -> bool:
     )
 
 
+def newer(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """What the oldest Python that is promised does not have."""
+    # A block for type checkers alone is never executed.
+    unseen = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for part in node.body
+        for inner in ast.walk(part)
+    }
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            given = [one.arg for one in node.keywords if called in NEWER_ARGUMENTS.get(one.arg or "", ())]
+            names = [f"{called}({one}=)" for one in given]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.Import):
+            names = [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{one.name}" for one in node.names)]
+        for name in names:
+            if (name in NEWER or name.endswith("=)")) and id(node) not in unseen:
+                yield node.lineno, name
+
+
 def untidy(source: str) -> list[str]:
     """What the house rules find in one product file, as `line: finding`."""
     tree = parsed(source)
@@ -116,6 +172,7 @@ def untidy(source: str) -> list[str]:
     for line in sleeps(tree):
         if "# why" not in lines[line - 1] and "# why" not in lines[line - 2]:
             found.append(f"{line}: a sleep without `# why`; is there an event to wait for?")
+    found += [f"{line}: {name} is newer than Python 3.10" for line, name in newer(tree)]
     found += [f"{line}: {name} has no docstring" for line, name in undocumented(tree)]
     found += [f"{n}: unfinished" for n, line in enumerate(lines, 1) if re.search(r"\b(TODO|FIXME|XXX)\b", line)]
     return found
@@ -153,6 +210,10 @@ def _function(lines: int) -> str:
         '"""m"""\nx = torch.load(p, weights_only=False)',
         '"""m"""\nsubprocess.run(c, shell=True)',
         '"""m"""\nselect.select([fd], [], [], 0)',
+        '"""m"""\nsubprocess.Popen(c, process_group=0)',
+        '"""m"""\nfrom enum import StrEnum',
+        '"""m"""\nimport tomllib',
+        '"""m"""\nnow = datetime.UTC',
         '"""m"""\n# TODO later',
     ],
 )
@@ -166,6 +227,8 @@ def test_what_is_tidy_passes() -> None:
     head = '"""m"""\nfrom pickle import UnpicklingError\ndef _f():\n'
     source = head + "    # why: the kernel has no event for this\n    time.sleep(1)\n" + "    x = 1\n" * 60
     assert untidy(source) == []
+    only_checked = '"""m"""\nif TYPE_CHECKING:\n    from typing import Self\nmodel = wrap(model, process_group=g)'
+    assert untidy(only_checked) == []
     reader = "class _R(pickle.Unpickler):\n    def find_class(self, *names): raise pickle.UnpicklingError"
     assert untidy(f'"""m"""\nimport pickle\n{reader}') == []
 

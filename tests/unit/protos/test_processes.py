@@ -100,3 +100,12 @@ def test_a_child_whose_parent_is_gone_already_ends() -> None:
         command = [sys.executable, "-c", f"{begin}\n{code}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         assert (done.returncode, done.stdout) == (ended, "" if ended else "on\n"), done.stderr
+
+
+def test_a_child_that_asks_for_it_leads_a_group() -> None:
+    """A terminal's signals reach it through its parent alone, with any Python from 3.10 on."""
+    print_group = [sys.executable, "-c", "import os; print(os.getpgrp() == os.getpid())"]
+    for own in (True, False):
+        bind = processes.ends_with_parent(signal.SIGTERM, os.getpid(), own_group=own)
+        done = subprocess.run(print_group, preexec_fn=bind, capture_output=True, text=True, timeout=30, check=True)
+        assert done.stdout == f"{own}\n"
