@@ -70,7 +70,9 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise InputRefused("files in YAML need PyYAML: pip install PyYAML") from error
+        raise InputRefused(
+            "files in YAML need PyYAML: pip install PyYAML (it comes with the extras relay and deploy)"
+        ) from error
     return yaml
 
 

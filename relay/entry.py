@@ -28,6 +28,7 @@ from .command_line import agent_command, check_command
 from .logs import Logs
 from .milestones.access import Access, secret
 from .milestones.console import PodConsole
+from .milestones.libraries import INSTALL_RELAY, lacking
 from .preflight import Away, ask, master_of
 from .recovering import Stuck, is_held, prepared
 from .saves import SaveWatch
@@ -79,6 +80,9 @@ def _read(options: argparse.Namespace) -> RunFile:
         file = read_run_file(options.file)
     except InputRefused as refused:
         raise UsageError("; ".join(refused.lines)) from refused
+    uses = "hf" if file.hf is not None else "baseline" if file.baseline is not None and file.baseline.hf else ""
+    if uses and (why := lacking()):
+        raise UsageError(f"{options.file}: {uses}: needs the extra relay ({why}): {INSTALL_RELAY}")
     if file.hf is not None and not secret("HF_TOKEN"):
         raise UsageError(f"{options.file}: hf: the environment has no HF_TOKEN that may write to {file.hf.repo}")
     if not 0 < options.notice < float("inf"):

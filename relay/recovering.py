@@ -78,6 +78,7 @@ def prepared(
 
     Raises:
         Stuck: a person has to change something.
+        UsageError: so it is, before anything is started.
         OSError: the volume fails.
     """
     if shown.get("state") == RunState.COMPLETED:
@@ -376,6 +377,11 @@ def _restored(
                 say(f"the hub does not answer ({error}): step {milestones[0].step} is given up")
                 return None
             say(f"the hub does not answer ({error}): tried again in {pause:.0f} s; {instead} instead")
+        except restore.HubUnusable as error:
+            if not older or intact is None:
+                raise
+            say(f"step {milestones[0].step} is given up: {error}")
+            return None
         except restore.VolumeFull as error:
             if intact is None:
                 raise

@@ -89,7 +89,7 @@ class Transfer:
 
         Returns:
             What it said last: ``revision``, ``downloaded``, ``refused`` or ``failed``; with the last an ``errno`` where
-            it was the volume.
+            it was the volume, and ``lacking`` where the libraries that speak to the hub cannot be imported.
         """
         assert self._process.stdout is not None
         descriptor, text = self._process.stdout.fileno(), b""

@@ -24,7 +24,7 @@ from .child import FULL_ERRNOS, Outcome, Transfer, patience
 from .commander_client import Milestone
 from .run_manifest import FOLDER, MANIFEST_PATH, MAX_BYTES, RunManifest
 
-__all__ = ("RevisionRefused", "Unreachable", "VolumeFull", "baseline", "restore", "restore_newest")
+__all__ = ("HubUnusable", "RevisionRefused", "Unreachable", "VolumeFull", "baseline", "restore", "restore_newest")
 
 _DOWNLOADED = ".downloaded"
 _PAUSES_SECONDS = (0.5, 2.0, 8.0, 30.0)
@@ -47,6 +47,10 @@ class Unreachable(Exception):
 
 class VolumeFull(UsageError):
     """What is to be restored has no room on the volume: a person makes some; one line, which says how much."""
+
+
+class HubUnusable(UsageError):
+    """This installation cannot speak to the hub: a person completes it; one line."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ def restore_newest(
     Raises:
         Unreachable: the hub does not answer. An older milestone is not taken for that.
         VolumeFull: it has no room. Neither is it for that.
+        HubUnusable: nothing here can speak to the hub.
         OSError: the volume says no.
     """
     for one in milestones:
@@ -101,6 +106,7 @@ def restore(milestone: Milestone, checkpoints: Path, hf: Path) -> Restored:
         RevisionRefused: it is not that checkpoint, or not whole.
         Unreachable: the hub does not answer.
         VolumeFull: it has no room; what has come stays.
+        HubUnusable: nothing here can speak to the hub.
         OSError: the volume says no.
     """
     if not milestone.checkpoint:
@@ -141,7 +147,7 @@ def _restore(milestone: Milestone, checkpoints: Path, root: Path) -> Restored:
     try:
         _download({"repo": milestone.repo, "revision": milestone.revision, "milestone": True}, incoming)
         restored = _checked(milestone, name, incoming, checkpoints)
-    except (RevisionRefused, Unreachable, VolumeFull) as error:
+    except (RevisionRefused, Unreachable, VolumeFull, HubUnusable) as error:
         _check_own(incoming)
         if (found := _found(milestone, checkpoints)) is not None:
             return found  # and whoever brought it removes what has come here
@@ -277,6 +283,7 @@ def baseline(name: str, hf: Path) -> Path:
         RevisionRefused: a file is not what its checksum says, however often it is fetched.
         Unreachable: the hub does not answer.
         VolumeFull: it has no room; what has come stays.
+        HubUnusable: nothing here can speak to the hub.
         OSError: the volume says no.
     """
     root = hf / "baseline"
@@ -304,7 +311,7 @@ def _brought(name: str, root: Path) -> Path:
     target = _own(root, _safe(name))
     try:
         _download({"repo": repo, "revision": revision, "milestone": False}, target)
-    except (RevisionRefused, Unreachable, VolumeFull) as error:
+    except (RevisionRefused, Unreachable, VolumeFull, HubUnusable) as error:
         _check_own(target)
         if isinstance(error, RevisionRefused):
             shutil.rmtree(target, ignore_errors=True)
@@ -336,6 +343,8 @@ def _download(job: Outcome, target: Path) -> None:
         raise RevisionRefused(str(outcome["refused"]))
     if "failed" in outcome:
         line = f"{job['repo']}@{job['revision']}: {outcome['failed']}"
+        if outcome.get("lacking"):
+            raise HubUnusable(line)
         number = outcome.get("errno", 0)
         if number in FULL_ERRNOS:
             raise VolumeFull(f"the volume is full: {line}: make room, or mount a larger one, and start this anew")

@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any
 
 from dalsegno.protos.priority import yield_to_others
+from dalsegno.protos.shortage import shortage
 from dalsegno.protos.text import one_line
 
 from .child import VOLUME_ERRNOS
+from .libraries import INSTALL_RELAY
 from .throttle import ThrottlingProxy
 
 __all__ = ("main",)
@@ -45,7 +47,13 @@ def main() -> None:
         ThrottlingProxy(float(job["upload_limit"]), dict(os.environ)).take_over()
     # Else httpx imports its command line, with all that shows it: a sixth of the time that an upload computes.
     sys.modules.setdefault("click", None)  # type: ignore[arg-type]  # this is how Python is told that there is none
-    from . import hub_calls  # why here: it reads the environment when it is imported
+    try:
+        from . import hub_calls  # why here: it reads the environment when it is imported
+    except ImportError as error:
+        why = shortage(error)
+        needs = f"{_clean(error, token)}: the hub needs the extra relay: {INSTALL_RELAY}"
+        tell({"failed": why or needs, "lacking": not why})
+        os._exit(0)
 
     try:
         if job["do"] == "publish":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import signal
@@ -16,13 +18,16 @@ import pytest
 
 pytest.importorskip("yaml", reason="needs the extra relay")
 
+from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import read_run_file
 from dalsegno.relay import entry
 from dalsegno.relay.command import pod_parser
+from dalsegno.relay.milestones import libraries
 from dalsegno.relay.milestones.access import Access
 from dalsegno.relay.milestones.console import PodConsole
 from dalsegno.relay.volume import Volume
 from tests.support.jobs.commander import run_file
+from tests.support.pages.sources import ROOT
 
 STARTS = {"event": "starts", "epoch": 1, "run": "run-0001", "resume": None, "step": 0}
 
@@ -393,3 +398,44 @@ def test_what_state_json_says_of_each_part_of_a_run(pod: Any) -> None:
     assert states[0]["last_ckpt_path"].endswith("run-0001/step-2.e1.1")
     assert states[-1]["last_ckpt_path"].endswith("run-0001/step-5.e3.1")
     assert {one["run_id"] for one in states} == {"my-run"}
+
+
+HUB = {"hf": {"repo": "me/my-run"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "installed", "line"),
+    [
+        (HUB, "hf", "0.36.0", "huggingface_hub 0.36.0 is older than 1.0"),
+        (HUB, "hf", None, "no huggingface_hub"),
+        ({"baseline": {"hf": "me/base@main"}, "resume_flag": "--from"}, "baseline", "0.36.0", "0.36.0 is older"),
+    ],
+)
+def test_a_pod_that_cannot_speak_to_the_hub_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], name: str, installed: str | None, line: str
+) -> None:
+    """Its image was made without the extra: it would train without a milestone, or wait for a hub that answers."""
+    fake = tmp_path / "site"
+    if installed is None:
+        known = importlib.metadata.version
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: known("no-such" if "hub" in name else name))
+    else:
+        (fake / f"huggingface_hub-{installed}.dist-info").mkdir(parents=True)
+        metadata = f"Metadata-Version: 2.1\nName: huggingface_hub\nVersion: {installed}\n"
+        (fake / f"huggingface_hub-{installed}.dist-info" / "METADATA").write_text(metadata)
+        monkeypatch.syspath_prepend(fake)
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    path = run_file(tmp_path, command=["sleep", "${save_dir}"], **more)
+    with pytest.raises(UsageError) as caught:
+        entry._read(pod_parser().parse_args([str(path)]))
+    assert f"{path}: {name}: needs the extra relay" in str(caught.value)
+    assert line in str(caught.value)
+    assert str(caught.value).endswith("pip install 'dalsegno[relay]'")
+
+
+def test_what_speaks_to_the_hub_is_known_as_the_extra_says() -> None:
+    """A release that is too old for it is refused."""
+    extra = (ROOT / "setup.cfg").read_text().partition("\nrelay =\n")[2].partition("\nlog =")[0].split()
+    for name, (release, part) in libraries._LEAST.items():
+        assert f"{name}>={release}.{part}" in extra

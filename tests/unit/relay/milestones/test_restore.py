@@ -15,7 +15,7 @@ from dalsegno.protos.options import UsageError
 from dalsegno.relay.milestones import restore as module
 from dalsegno.relay.milestones import transfer
 from dalsegno.relay.milestones.commander_client import Milestone
-from dalsegno.relay.milestones.restore import Unreachable, VolumeFull, baseline, restore
+from dalsegno.relay.milestones.restore import HubUnusable, Unreachable, VolumeFull, baseline, restore
 
 TOLD = Milestone("me/tune", "abc", 40, "step-40.e1.0", "digest")
 WAYS: dict[str, Callable[[Path], object]] = {
@@ -68,6 +68,22 @@ def test_whose_failure_it_is(
     assert type(caught.value) is raised
     assert re.search(line, str(caught.value)), caught.value
     assert any(files for _, _, files in os.walk(tmp_path)), "what came is gone"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_library_that_is_too_old_is_no_hub_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A person installs the extra. Waiting helps nothing, and beginning anew would throw the run away."""
+    (tmp_path / "huggingface_hub").mkdir()
+    # As 0.36 would: it has no name that is imported here.
+    (tmp_path / "huggingface_hub" / "__init__.py").write_text("__version__ = '0.36.0'\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(HubUnusable) as caught:
+        WAYS[way](tmp_path / "volume")
+    assert isinstance(caught.value, UsageError), "it ends a pod with a line"
+    assert "me/tune@abc: cannot import name 'CommitOperationAdd' from 'huggingface_hub'" in str(caught.value)
+    assert str(caught.value).endswith("needs the extra relay: pip install 'dalsegno[relay]'")
 
 
 def test_a_full_volume_ends_a_pod_with_a_line() -> None:
