@@ -1,6 +1,6 @@
 # Every target works from a bare checkout: what it needs is installed first, into .venv.
-# PYTHON names the interpreter (3.10 or newer, with venv); TORCH the PyTorch to install.
-# The index that pip is pointed to (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf) decides which build of it that is.
+# PYTHON names the interpreter (3.10 or newer, with venv); TORCH the PyTorch to install, and TORCH_INDEX_URL the index
+# that it alone comes from, as https://download.pytorch.org/whl/cpu. PIP_INDEX_URL would be asked for all the rest, too.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -10,6 +10,7 @@ SHELL := bash
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TORCH_INDEX_URL ?=
 # What `make test-torch` tests with, and which tests.
 OTHER ?= torch==2.6.0
 SPINE ?= unit/agent unit/elastic integration/test_membership.py integration/test_staying.py integration/test_session.py \
@@ -45,6 +46,7 @@ VENV := $(CURDIR)/.venv
 PY := $(VENV)/bin/python
 FOLDERS := agent elastic master protos relay swift_plugin
 FARM := $(addprefix build/typing/dalsegno/,$(FOLDERS))
+TORCH_INDEX = $(if $(TORCH_INDEX_URL),--index-url '$(TORCH_INDEX_URL)')
 PROTO_VENV := $(CURDIR)/build/venv-protos
 WHEEL_VENV := $(CURDIR)/build/venv-wheel
 # Once, before several processes would do it at the same time.
@@ -80,7 +82,7 @@ $(VENV)/.torch:
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
 		{ echo "error: $(PYTHON) has no venv: install the package python3-venv" >&2; exit 1; }
 	@echo "installing into .venv (PyTorch first, then the rest)"
-	$(PY) -m pip install --quiet '$(TORCH)'
+	$(PY) -m pip install --quiet $(TORCH_INDEX) '$(TORCH)'
 	@touch $@
 
 # What a training needs; the demo asks for no more.
@@ -192,7 +194,7 @@ test-all: lint wheel tools
 # Its wheel may be gigabytes: most versions come with CUDA. All else is what .venv has.
 test-torch: WHEEL_VENV := $(CURDIR)/build/venv-torch
 test-torch: wheel tools
-	$(WHEEL_VENV)/bin/python -m pip install --quiet '$(OTHER)'
+	$(WHEEL_VENV)/bin/python -m pip install --quiet $(TORCH_INDEX) '$(OTHER)'
 	$(subst $(CURDIR)/tests,$(addprefix $(CURDIR)/tests/,$(SPINE)),$(PYTEST))
 
 demo: $(VENV)/.trains

@@ -1,15 +1,15 @@
 # Nodes with torch and DeepSpeed, and the examples. Your own image: FROM this one, or these lines in yours.
 # Build it in the root of a checkout: docker build -f deploy/docker/trainer.Dockerfile .
-# TORCH names the build of PyTorch; its index comes with PIP_INDEX_URL.
+# TORCH names the build of PyTorch, TORCH_INDEX_URL the index that it alone comes from.
 FROM python:3.11-slim
 ARG TORCH=torch==2.13.0
-ARG PIP_INDEX_URL=
+ARG TORCH_INDEX_URL=
 # g++: DeepSpeed compiles its optimizers where they first run.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ ninja-build \
     && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/dalsegno \
-    && /opt/dalsegno/bin/pip install --no-cache-dir ${PIP_INDEX_URL:+--index-url "$PIP_INDEX_URL"} "$TORCH"
+    && /opt/dalsegno/bin/pip install --no-cache-dir ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$TORCH"
 COPY . /src
 RUN /opt/dalsegno/bin/pip install --no-cache-dir -c /src/constraints.txt '/src[train]' \
     && cp -r /src/examples /opt/dalsegno/examples \
