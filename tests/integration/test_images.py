@@ -54,8 +54,14 @@ def test_the_trainers_image_trains() -> None:
         assert (trained.returncode, "finished at step 4" in trained.stdout + trained.stderr) == (0, True), trained
 
 
-def test_a_pods_image_checks_its_input() -> None:
-    """Its entry point hands over to `dalsegno relay`, which says what is wrong with a run before anything starts."""
+def test_a_pods_image_checks_its_input_and_trains() -> None:
+    """Its entry point hands over to `dalsegno relay`, which says what is wrong with a run before anything starts.
+
+    It has what its example of a Hugging Face Trainer imports.
+    """
     with built(RELAY / "Dockerfile") as image:
         said = image.run("/not/there.yaml")
         assert (said.returncode, "/not/there.yaml cannot be read" in said.stderr) == (2, True), said
+        image.entrypoint = ["python"]
+        trained = image.run("examples/relay_sft.py", "--output_dir=/tmp/out", "--max_steps=2", "--save_steps=2")
+        assert trained.returncode == 0, trained.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,17 @@ from dalsegno.master import cli
 from dalsegno.protos.yaml_text import documents
 from tests.support.deploy import pods
 from tests.support.images import instructions
-from tests.support.pages.sources import ROOT
+from tests.support.pages.sources import ROOT, imports, parsed
 
 DEPLOY = ROOT / "deploy"
 BASE = DEPLOY / "kubernetes" / "base"
 OVERLAYS = sorted(path for path in (DEPLOY / "kubernetes" / "overlays").iterdir())
 FOLDERS = [("k8s", BASE), *(("k8s", path) for path in OVERLAYS), ("slurm", DEPLOY / "slurm")]
 FOLDERS.append(("systemd", DEPLOY / "systemd"))
-DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+POD = DEPLOY / "relay" / "Dockerfile"
+DOCKERFILES = [*sorted((DEPLOY / "docker").glob("*.Dockerfile")), POD]
+# The extra that brings what a script imports.
+EXTRA_OF = {"torch": "train", "transformers": "hf"}
 
 
 @pytest.mark.parametrize(("target", "folder"), FOLDERS, ids=lambda value: getattr(value, "name", value))
@@ -119,7 +123,7 @@ def test_the_printed_job_is_rendered(target: str, tmp_path: Path, capsys: pytest
 def test_dockerfiles_can_be_read(path: Path) -> None:
     """Known instructions, RUN lines that a shell parses, sources that there are, and a user that is not root.
 
-    `tests/integration/test_images.py` carries them out.
+    A pod of a relayed run is root, as rented machines have it. `tests/integration/test_images.py` carries them out.
     """
     found = instructions(path.read_text())
     assert {name for name, _ in found} <= {"FROM", "ARG", "RUN", "COPY", "ENV", "USER", "WORKDIR", "ENTRYPOINT"}
@@ -132,7 +136,31 @@ def test_dockerfiles_can_be_read(path: Path) -> None:
                 assert all(f"\n{extra} =\n" in config for extra in extras.split(","))
         if name == "COPY" and "--from" not in rest:
             assert all((ROOT / source).exists() for source in shlex.split(rest)[:-1])
-    assert [rest for name, rest in found if name == "USER"] == ["1000:1000"]
+    assert [rest for name, rest in found if name == "USER"] == ([] if path == POD else ["1000:1000"])
+
+
+def test_an_index_is_that_of_pytorch_alone() -> None:
+    """A build argument is a variable of all later lines, and pip would ask PyTorch's index for all the rest, too."""
+    found = [(name, rest) for path in DOCKERFILES for name, rest in instructions(path.read_text())]
+    assert [rest for name, rest in found if name in ("ARG", "ENV") and rest.upper().startswith("PIP_")] == []
+    (index,) = {rest for name, rest in found if name == "ARG" and "INDEX" in rest}
+    assert index == "TORCH_INDEX_URL="
+    using = [rest for name, rest in found if name == "RUN" and "INDEX_URL" in rest]
+    assert len(using) == 2
+    assert all(rest.endswith('"$TORCH"') and "/src" not in rest for rest in using)
+
+
+@pytest.mark.parametrize("path", sorted((DEPLOY / "relay").glob("*.yaml")), ids=lambda path: path.name)
+def test_a_pods_image_has_what_its_run_imports(path: Path) -> None:
+    """A run whose trainer is an example of ours starts in the image beside it."""
+    (values,) = documents(path.read_text(), path.name)
+    scripts = [word for word in values["command"] if word.startswith("examples/")]
+    for script in scripts:
+        tree = parsed((ROOT / script).read_text())
+        names = {name.split(".")[0] for _, name, _ in imports(Path(script), tree)} - sys.stdlib_module_names
+        assert names <= {*EXTRA_OF, "common"}
+        (extras,) = re.findall(r"/src\[([a-z,]+)\]", POD.read_text())
+        assert {EXTRA_OF[name] for name in names - {"common"}} <= set(extras.split(","))
 
 
 def test_the_images_have_what_the_manifests_start() -> None:
