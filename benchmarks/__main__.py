@@ -29,6 +29,7 @@ from benchmarks import (
     successor,
     upload,
 )
+from examples.demo import end_by_signals
 
 BENCHMARKS: dict[str, Callable[[], int]] = {
     "checksums": checksums.main,
@@ -71,6 +72,7 @@ WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if every benchmark that ran succeeded."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    end_by_signals()
     if len(given) > 1 and given[0] in WITH_FLAGS and given[1].startswith("-"):
         return WITH_FLAGS[given[0]](given[1:])
     flags = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)

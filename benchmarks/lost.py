@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.peers import Job, a_job, hosts
 from benchmarks.results import report
 from examples import history
+from examples.demo import end_by_signals
 from tests.support.jobs import local_processes as processes
 
 NODES = 3
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     parser.add_argument("--directory", type=Path, help="for checkpoints")
     flags = parser.parse_args(arguments)
     # Each `with` ends what it has started, even if this process is ended by a signal.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_by_signals()
     kills = trace(flags.seconds, flags.apart, flags.seed)
     rows = [measure(way, kills, flags) for way in flags.ways]
     settings = {name: value for name, value in vars(flags).items() if name not in ("ways", "directory")}

@@ -31,6 +31,7 @@ from benchmarks.results import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, machine
 from dalsegno.agent.decisions.pauses import WorldChange, pauses
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.trace import read
+from examples.demo import end_by_signals
 from examples.history import StepLine
 from tests.support.jobs import local_processes as processes
 
@@ -251,7 +252,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         return 0
     results.parent.mkdir(parents=True, exist_ok=True)
     # Each `with` ends what it has started, even if this process is ended by a signal.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_by_signals()
     given = ("scenes", "save_every", "saves", "step_time", "patience", "directory")
     options = Options(**{name: getattr(flags, name) for name in given})
     print(machine(), flush=True)

@@ -34,7 +34,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import signal
 import statistics
 import sys
 import time
@@ -49,6 +48,7 @@ from benchmarks.swarm_memory import ALL, PLACE, RANGES
 from dalsegno.master.brain.listening import RECONNECT_SECONDS
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.contract import JobSettings
+from examples.demo import end_by_signals
 
 # Seconds: from the last Join to the world, from a noticed loss to the next world, and what calls and processes may add
 # to the time in which a loss must be noticed.
@@ -411,7 +411,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     if min(options.nodes) < len(ROLES) or 0 < options.commits < 2 * LAST_COMMITS:
         flags.error(f"at least {len(ROLES)} nodes and {2 * LAST_COMMITS} commits")
     # Ended by a signal, it still ends the processes that it has started, even stopped ones.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_by_signals()
     results = Results()
     for nodes in options.nodes:
         measure(results, nodes, options)

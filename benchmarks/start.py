@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import secrets
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.peers import MARK
 from benchmarks.results import report
+from tests.support.jobs import local_processes as processes
 from tests.support.jobs.master_process import master_process
 
 RANK = Path(__file__).with_name("start_rank.py")
@@ -56,6 +59,7 @@ def timed(way: str, nproc: int, python_path: str | None = None) -> dict[str, flo
         RuntimeError: It failed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment[MARK] = f"start-{secrets.token_hex(4)}"
     if python_path:
         environment["PYTHONPATH"] = python_path
     with tempfile.TemporaryDirectory(prefix="dalsegno-start-") as name:
@@ -72,6 +76,8 @@ def timed(way: str, nproc: int, python_path: str | None = None) -> dict[str, flo
                     code = process.wait(_PATIENCE_SECONDS)
                 finally:
                     process.kill()
+                    # torchrun's workers are in sessions of their own, and outlive it.
+                    processes.send(processes.carriers(f"{MARK}={environment[MARK]}"))
                     process.wait()
             seconds = _children_seconds() - used
             if code:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.results import report
+from dalsegno.protos.processes import ends_with_parent
 from tests.support.hub.scene import Scene
 
 # Work of one step: so many products of square matrices of this size. Some 30 ms.
@@ -54,8 +56,10 @@ class Ranks:
             with open(log, "wb") as output:
                 command = [sys.executable, "-c", _CODE, str(_PRODUCTS), str(_SIDE)]
                 environment = {**os.environ, **_ONE_THREAD}
+                # They would go on for ever, also where this process is killed.
+                bind = ends_with_parent(signal.SIGKILL, os.getpid())
                 self._processes.append(
-                    subprocess.Popen(command, stdout=output, env=environment, start_new_session=True)
+                    subprocess.Popen(command, stdout=output, env=environment, start_new_session=True, preexec_fn=bind)
                 )
 
     def steps(self, begin: float, end: float) -> list[float]:
@@ -77,33 +81,31 @@ class Ranks:
 def measured(options: argparse.Namespace) -> list[dict[str, float]]:
     """One line for each upload: how long it took, and how much slower steps were than just before and behind it."""
     lines = []
-    with tempfile.TemporaryDirectory(prefix="dalsegno-upload-") as name:
-        scene = Scene(Path(name), interval_seconds=1, upload_limit=options.megabytes_per_second * 1_000_000)
+    with contextlib.ExitStack() as ends:
+        name = ends.enter_context(tempfile.TemporaryDirectory(prefix="dalsegno-upload-"))
+        rate = options.megabytes_per_second * 1_000_000
+        scene = ends.enter_context(contextlib.closing(Scene(Path(name), interval_seconds=1, upload_limit=rate)))
         hub = psutil.Process(scene.hub.pid)
         hub.nice(19)
         with contextlib.suppress(OSError):  # as `yield_to_others`
             Path(f"/proc/{hub.pid}/autogroup").write_text("19")
-        ranks = Ranks(Path(name), options.ranks)
-        try:
-            mirror = psutil.Process(scene.mirror().process.pid)
-            time.sleep(5.0)  # why: imports, and first steps
-            before = _quiet(ranks, options.seconds)
-            for number in range(1, options.runs + 1):
-                scene.commit(number, size=options.megabytes * 2_000_000 // 3, seed=number)
-                begun, used = time.time(), [_processor_seconds(one) for one in (mirror, hub)]
-                # To look more often takes from what is measured.
-                scene.wait_milestone(number, _PATIENCE_SECONDS, every_seconds=0.25)
-                took = time.time() - begun
-                during = ranks.steps(begun, begun + took)
-                used = [_processor_seconds(one) - past for one, past in zip((mirror, hub), used, strict=True)]
-                after = _quiet(ranks, options.seconds)
-                line = {"seconds": took, **dict(zip(_USED, used, strict=True))}
-                lines.append({**line, **_slower(during, before + after)})
-                print({key: round(value, 2) for key, value in lines[-1].items()}, flush=True)
-                before = after
-        finally:
-            ranks.close()
-            scene.close()
+        ranks = ends.enter_context(contextlib.closing(Ranks(Path(name), options.ranks)))
+        mirror = psutil.Process(scene.mirror().process.pid)
+        time.sleep(5.0)  # why: imports, and first steps
+        before = _quiet(ranks, options.seconds)
+        for number in range(1, options.runs + 1):
+            scene.commit(number, size=options.megabytes * 2_000_000 // 3, seed=number)
+            begun, used = time.time(), [_processor_seconds(one) for one in (mirror, hub)]
+            # To look more often takes from what is measured.
+            scene.wait_milestone(number, _PATIENCE_SECONDS, every_seconds=0.25)
+            took = time.time() - begun
+            during = ranks.steps(begun, begun + took)
+            used = [_processor_seconds(one) - past for one, past in zip((mirror, hub), used, strict=True)]
+            after = _quiet(ranks, options.seconds)
+            line = {"seconds": took, **dict(zip(_USED, used, strict=True))}
+            lines.append({**line, **_slower(during, before + after)})
+            print({key: round(value, 2) for key, value in lines[-1].items()}, flush=True)
+            before = after
     return lines
 
 

@@ -40,6 +40,23 @@ class DemoError(Exception):
     """The scene could not be played to its end: one line that says why and where to look."""
 
 
+def end_by_signals() -> None:
+    """Ends this program by SIGTERM, and by the end of its terminal, as Ctrl-C does: what it has started ends with it.
+
+    That is in sessions of their own, which such a signal does not reach. A second one does not cut this short.
+    """
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+
+    def end(number: int, _: object) -> None:
+        for one in numbers:
+            signal.signal(one, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # else it is `nohup`
+            signal.signal(number, end)
+
+
 @dataclass
 class Node:
     """One agent, its console output, and the exit code with which its part in the scene should end."""
@@ -345,6 +362,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plays the scene, then judges it."""
     options = parse(arguments)
+    end_by_signals()
     output = (options.output / time.strftime("%Y%m%d-%H%M%S")).resolve()
     output.mkdir(parents=True)
     undisturbed_log = output / "undisturbed-steps"

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from examples.demo import LIMIT, DemoError, tell
+from examples.demo import LIMIT, DemoError, end_by_signals, tell
 from examples.history import StepLogReader, compare, epoch_spans, kept_history, read_lines
 from examples.report import Change, Scene
 
@@ -250,6 +250,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plays the scene, then judges it."""
     options = parse(arguments)
+    end_by_signals()
     output = (options.output / time.strftime("relay-%Y%m%d-%H%M%S")).resolve()
     output.mkdir(parents=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
