@@ -24,11 +24,26 @@ IPYTHON = (
 LIGHTNING = ("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0")
 
 
+class NotInstalled(Exception):
+    """No package index answers; one line."""
+
+
 def installed(*packages: str) -> Path:
-    """The directory for PYTHONPATH. Made once for each interpreter; skips the test where no package index answers.
+    """The directory for PYTHONPATH, see `directory_of`. Skips the test where it cannot be made."""
+    try:
+        return directory_of(*packages)
+    except NotInstalled as error:
+        pytest.skip(str(error))
+
+
+def directory_of(*packages: str) -> Path:
+    """The directory for PYTHONPATH. Made once for each interpreter.
 
     Args:
         packages: The first gives the directory its name. What they depend on is not installed.
+
+    Raises:
+        NotInstalled: It cannot be made.
     """
     name = packages[0].partition("==")[0]
     which = hashlib.sha256("\n".join([sys.prefix, *packages]).encode()).hexdigest()[:8]
@@ -41,6 +56,6 @@ def installed(*packages: str) -> Path:
             line += ["--retries=0", "--timeout=20", "--upgrade", f"--target={place}", *packages]
             done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=240)
             if done.returncode:
-                pytest.skip(f"{name} cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
+                raise NotInstalled(f"{name} cannot be installed: {' '.join(done.stderr.strip().splitlines()[-1:])}")
             (place / "made").touch()
     return place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from benchmarks import rendezvous
 from benchmarks.cluster import SceneFailed
 from benchmarks.rendezvous import Options, Results, Scenes, counts, exponent, growth, judged
 from benchmarks.swarm import spread
+from tests.support.jobs import foreign
 
 
 def row(nodes: int, cpu: float, **fields: object) -> rendezvous.Row:
@@ -110,3 +112,29 @@ def test_what_cannot_be_measured_is_refused(flags: list[str], capsys: pytest.Cap
     with pytest.raises(SystemExit):
         rendezvous.main(flags)
     assert "at least 3 nodes and 100 commits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("late", "code"), [(False, 0), (True, 1)])
+def test_a_limit_that_was_not_kept_is_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, late: bool, code: int
+) -> None:
+    """As with the other benchmarks that have a goal: whoever runs all of them sees it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        rendezvous, "measure", lambda results, nodes, options: results.rows.append(judged(row(nodes, 1.0, late=late)))
+    )
+    monkeypatch.setattr(rendezvous, "report", lambda *_, **__: None)
+    assert rendezvous.main(["--nodes=10", "--commits=0"]) == code
+
+
+def test_without_a_package_index_a_benchmark_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those behind it in `make bench` still run."""
+    monkeypatch.setattr(foreign, "ROOT", tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert command.main(["flash"]) == 0
+    assert "left out: dlrover cannot be installed: ERROR: No matching distribution" in capsys.readouterr().out
+    with pytest.raises(pytest.skip.Exception, match="dlrover cannot be installed"):
+        foreign.installed(*foreign.DLROVER)
