@@ -17,13 +17,15 @@ from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import InputRefused
 
 from .milestones.access import Access, add_tls
-from .milestones.commander_client import FAILURES, Away, exchange, failure
+from .milestones.commander_client import FAILURES, Away, Denied, exchange, failure
 
 __all__ = ("AskedRun", "add_arguments")
 
 # Seconds for an answer; one that waits for events may take as long again.
 ANSWER_SECONDS = 30.0
 LONGEST_ANSWER_BYTES = 16 << 20
+# Status of a Commander that has too much to do just now.
+_BUSY = 429
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +67,7 @@ class AskedRun:
         self._opener = access.opener()
 
     def get(self, path: str = "", **query: object) -> dict[str, Any]:
-        """What is there, below the run. Raises Away."""
+        """What is there, below the run. Raises Away; Denied, if asking again does not help."""
         wanted = "&".join(f"{name}={quote(str(value))}" for name, value in query.items())
         return self._ask(f"{path}?{wanted}" if wanted else path, None)
 
@@ -79,7 +81,7 @@ class AskedRun:
         try:
             code, text = exchange(request, ANSWER_SECONDS, LONGEST_ANSWER_BYTES, self._opener)
             if not 200 <= code < 300:
-                raise Away(_reason(code, text))
+                raise _refusal(code, text)
             answer = json.loads(text)
         except FAILURES as error:
             raise failure(error, self.url) from error
@@ -88,10 +90,11 @@ class AskedRun:
         return answer
 
 
-def _reason(code: int, text: bytes) -> str:
-    """The Commander's own line, if it has one."""
+def _refusal(code: int, text: bytes) -> Away:
+    """With the Commander's own line, if it has one; else a proxy or a tunnel answers, and it may only be starting."""
     try:
         detail = json.loads(text)["detail"]
     except (ValueError, KeyError, TypeError):
         detail = ""
-    return one_line(detail, 500) if isinstance(detail, str) and detail else f"it answers HTTP {code}"
+    line = one_line(detail, 500) if isinstance(detail, str) and detail else f"it answers HTTP {code}"
+    return Denied(line, code) if detail and 400 <= code < 500 and code != _BUSY else Away(line)

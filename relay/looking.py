@@ -14,12 +14,14 @@ from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED
 from dalsegno.protos.text import one_line
 
 from .asked_run import AskedRun, add_arguments
-from .milestones.commander_client import Away
+from .milestones.commander_client import Away, Denied
 
 __all__ = ("add_events", "add_order", "add_status", "events", "expire", "release", "status", "status_lines")
 
 # Seconds for which an answer may wait for events.
 EVENTS_SECONDS = 15
+# Between two questions to a Commander that does not answer.
+AGAIN_SECONDS = 2.0
 # Milestones that are shown to a person.
 SHOWN = 3
 
@@ -53,17 +55,29 @@ def status(options: argparse.Namespace) -> int:
 
 
 def events(options: argparse.Namespace) -> int:
-    """Shows what happened to a run, oldest first. Returns the exit code; raises UsageError."""
-    asked, after = AskedRun(options), max(0, options.after)
+    """Shows what happened to a run, oldest first. Returns the exit code; raises UsageError.
+
+    With --follow a Commander that does not answer is waited for: it comes back, as `dalsegno events` has it.
+    """
+    asked, after, is_away = AskedRun(options), max(0, options.after), False
     while True:
         try:
             said = asked.get("/events", after=after, wait=EVENTS_SECONDS if options.follow else 0)
         except Away as error:
-            return _failed(error)
-        found = [event for event in said.get("events", ()) if isinstance(event, dict)]
-        for event in found:
-            _show([json.dumps(event)] if options.json else [_event_line(event)])
-            after = int(event.get("sequence", after))
+            if not options.follow or isinstance(error, Denied):
+                return _failed(error)
+            if not is_away:
+                _warn(f"{error}; waiting for it")
+            is_away = True
+            time.sleep(AGAIN_SECONDS)  # why: no event tells when a server far away answers again
+            continue
+        is_away = False
+        if after > int(said.get("newest", after)):
+            after = 0  # of a record that was lost
+        for event in said.get("events", ()):
+            if isinstance(event, dict) and int(event.get("sequence", after + 1)) > after:
+                _show([json.dumps(event)] if options.json else [_event_line(event)])
+                after = int(event.get("sequence", after))
         if not options.follow:
             return EXIT_FINISHED
 
@@ -126,5 +140,9 @@ def _show(lines: Any) -> None:
 
 
 def _failed(error: Away) -> int:
-    print(f"dalsegno relay: {one_line(str(error))}", file=sys.stderr)
+    _warn(str(error))
     return EXIT_FAILED
+
+
+def _warn(text: str) -> None:
+    print(f"dalsegno relay: {one_line(text)}", file=sys.stderr, flush=True)
