@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.protos.options import UsageError
+from dalsegno.protos.shortage import starting
 
 __all__ = ("Logs",)
 
@@ -34,6 +35,7 @@ class Logs:
 
     Raises:
         UsageError: the machine's own disk says no.
+        CannotStartError: there is no room for a thread.
     """
 
     def __init__(self, target: Path, say: Callable[[str], None]) -> None:
@@ -48,7 +50,12 @@ class Logs:
         self._over = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
-        self._thread.start()
+        try:
+            with starting("the thread that copies the logs"):
+                self._thread.start()
+        except BaseException:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
 
     def close(self) -> None:
         """Copies what is left. What the volume does not take, or not in time, stays on the machine."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from dalsegno.protos.shortage import CannotStartError
 from dalsegno.relay import logs as module
 from dalsegno.relay.logs import Logs, copy_news
 
@@ -61,3 +64,17 @@ def test_a_volume_that_takes_nothing_is_told_once(tmp_path: Path, monkeypatch: p
     target.unlink()
     logs.close()
     assert (target / "agent.log").read_text() == "a word\n"
+
+
+def test_no_room_for_a_thread_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says which limit was reached, as all else that cannot be started; nothing is left on the machine."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(CannotStartError, match="the thread that copies the logs cannot be started: no more processes"):
+        Logs(tmp_path / "volume", print)
+    assert list(tmp_path.iterdir()) == []
