@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ("AgentProcess", "MirrorProcess")
 
-# Seconds that the mirror has to end.
-_MIRROR_END_SECONDS = 2.0
+# Seconds that the mirror has to end, and a process that was killed: one that waits for a volume that is gone has not
+# ended by then, and does as soon as that call returns.
+_MIRROR_END_SECONDS, _KILLED_SECONDS = 2.0, 3.0
 
 
 class AgentProcess:
@@ -79,8 +80,7 @@ class AgentProcess:
     def close(self) -> None:
         """Ends it, if it has not ended."""
         if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+            _kill(self._process)
         for one in (self._reader, self._commander):
             if one >= 0:
                 os.close(one)
@@ -139,6 +139,12 @@ class MirrorProcess:
             try:
                 self._process.wait(_MIRROR_END_SECONDS)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+                _kill(self._process)
             self._process = None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Nobody can be waited for without a limit: a pod that ends heeds no signal any more."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED_SECONDS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.relay.agent_process import MirrorProcess
+from dalsegno.relay.agent_process import AgentProcess, MirrorProcess
 from dalsegno.relay.volume import Volume
 
 
@@ -30,3 +30,38 @@ def test_a_mirror_that_cannot_be_started_is_a_line(tmp_path: Path, monkeypatch: 
     mirror.start()
     mirror.end()
     assert said == [line]
+
+
+class Hanging:
+    """A process in a call to a volume that is gone: not even SIGKILL ends it (`D` of proc(5))."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def poll(self) -> None:
+        return None
+
+    def terminate(self) -> None:
+        self.asked.append("terminate")
+
+    def kill(self) -> None:
+        self.asked.append("kill")
+
+    def wait(self, seconds: float | None = None) -> int:
+        assert seconds is not None, "it would be waited for without a limit"
+        raise subprocess.TimeoutExpired("a process", seconds)
+
+
+def test_a_pod_ends_where_its_volume_is_gone(tmp_path: Path) -> None:
+    """Its mirror or agent ends once that call returns; the pod, which heeds no signal by then, does not wait for it."""
+    mirror = MirrorProcess(tmp_path / "run.yaml", Volume(tmp_path, "my-run"), print)
+    mirror._process = hanging = Hanging()
+    mirror.end()
+    assert hanging.asked == ["terminate", "kill"]
+    agent = AgentProcess()
+    real = agent._process
+    agent._process = hanging = Hanging()
+    agent.close()
+    assert hanging.asked == ["kill"]
+    real.kill()
+    real.wait()
