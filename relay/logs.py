@@ -5,6 +5,7 @@ A trainer whose output goes to a file on the volume dies of its next line when t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -21,6 +22,9 @@ __all__ = ("Logs",)
 _EVERY_SECONDS, _LAST_SECONDS = 3.0, 3.0
 _CHUNK_BYTES = 1 << 20
 _PREFIX = "dalsegno-relay-logs-"
+# Pods whose logs stay on the volume as they are: a run may go through hundreds. See `architecture.md`, "Logs".
+KEPT = 50
+_OWN = ("agent.log", "agent.log.1", "output.log", "output.log.1", "standby.log", "conversion.log")
 
 
 class Logs:
@@ -65,6 +69,7 @@ class Logs:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _run(self) -> None:
+        forget_old(self._target)
         while not self._over.wait(_EVERY_SECONDS):
             self._copy_all()
         self._copy_all()
@@ -73,9 +78,9 @@ class Logs:
         """A volume that is full now may have room at the next time."""
         try:
             for where, _, names in os.walk(self.directory):
-                for name in names:
-                    path = Path(where, name)
-                    copy_news(path, self._place(path))
+                for path in (Path(where, name) for name in names):
+                    if not _is_empty(path):
+                        copy_news(path, self._place(path))
             self._failed = False
         except OSError as error:
             if not self._failed:
@@ -90,6 +95,35 @@ class Logs:
         first, *rest = path.relative_to(self.directory).parts
         own = self.directory.name.removeprefix(_PREFIX)
         return Path(self._target, f"{first}-{own}", *rest) if rest else self._target / first
+
+
+def _is_empty(path: Path) -> bool:
+    """Also what is gone: of old epochs the agent removes what stayed empty."""
+    try:
+        return path.stat().st_size == 0
+    except FileNotFoundError:
+        return True
+
+
+def forget_old(target: Path) -> None:
+    """Removes the agents' logs, and empty files, of all pods but the newest `KEPT`; what their trainers wrote stays.
+
+    Args:
+        target: with a directory for each pod. What cannot be read or removed stays.
+    """
+    with contextlib.suppress(OSError):
+        pods = sorted((path for path in target.iterdir() if (path / _OWN[0]).is_file()), key=_written)
+        for pod in pods[:-KEPT]:
+            for where, _, names in os.walk(pod, topdown=False):
+                for path in (Path(where, name) for name in names):
+                    if _is_empty(path) or (path.parent == pod and path.name in _OWN):
+                        path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # something is left in it
+                    os.rmdir(where)
+
+
+def _written(pod: Path) -> float:
+    return (pod / _OWN[0]).stat().st_mtime
 
 
 def copy_news(source: Path, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from dalsegno.protos.shortage import CannotStartError
 from dalsegno.relay import logs as module
-from dalsegno.relay.logs import Logs, copy_news
+from dalsegno.relay.logs import Logs, copy_news, forget_old
 
 
 def test_what_is_new_is_appended(tmp_path: Path) -> None:
@@ -78,3 +79,35 @@ def test_no_room_for_a_thread_is_a_line(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(CannotStartError, match="the thread that copies the logs cannot be started: no more processes"):
         Logs(tmp_path / "volume", print)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_logs_of_old_pods_do_not_fill_the_volume(tmp_path: Path) -> None:
+    """A run may go through hundreds of machines. What its trainer has written stays, and what people put there."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "empty").touch()
+    for number in range(module.KEPT + 2):
+        ranks = tmp_path / f"pod-{number}" / "run" / "attempt_1" / "0"
+        ranks.mkdir(parents=True)
+        (ranks / "stdout.log").write_text("loss 1.0\n" if number == 0 else "")
+        log = tmp_path / f"pod-{number}" / "agent.log"
+        log.write_text("a line\n")
+        os.utime(log, (1000 + number, 1000 + number))
+    forget_old(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    kept = {
+        f"pod-{number}/{file}"
+        for number in range(2, module.KEPT + 2)
+        for file in ("agent.log", "run/attempt_1/0/stdout.log")
+    }
+    assert left == {"notes/empty", "pod-0/run/attempt_1/0/stdout.log", *kept}
+    assert not (tmp_path / "pod-1").exists()
+
+
+def test_nothing_is_copied_of_an_empty_file(tmp_path: Path) -> None:
+    """Each rank of each epoch has some, and most stay empty."""
+    logs = Logs(tmp_path / "volume", print)
+    (logs.directory / "agent-1").mkdir()
+    (logs.directory / "agent-1" / "stderr.log").touch()
+    (logs.directory / "agent-1" / "agent.log").write_text("a word\n")
+    logs.close()
+    assert [path.name for path in (tmp_path / "volume").glob("agent-1-*/*")] == ["agent.log"]
