@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes the generated code beside the .proto files, with imports as `dalsegno.protos`.
-# Needs grpcio-tools==1.71.2 and mypy-protobuf==3.6.0 (docs/decisions/0003-generated-code.md says why these);
+# Needs grpcio-tools==1.71.2 and mypy-protobuf==3.6.0 (docs/decisions/0003-generated-code-committed.md says why these);
 # PYTHON names an interpreter that has them.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -254,3 +254,15 @@ def test_a_path_of_a_machine_is_seen() -> None:
     """The search above can fail."""
     assert PRIVATE.search("see /" + "home/somebody/project")
     assert not PRIVATE.search("/var/lib/dalsegno")
+
+
+def test_pages_that_files_name_are_there() -> None:
+    """A comment or a message that sends people to a page sends them to one that exists."""
+    missing = [
+        f"{path.relative_to(ROOT)}: {page}"
+        for path in _tracked()
+        if path.name != "CHANGELOG.md"
+        for page in re.findall(r"\bdocs/[a-z0-9/-]+\.md", path.read_text(encoding="utf-8", errors="replace"))
+        if not (ROOT / page).is_file()
+    ]
+    assert missing == []
