@@ -43,9 +43,11 @@ def main() -> int:
     )
     parser.add_argument("--first", type=int, help="the number of one damage, to have it alone in this process")
     options = parser.parse_args()
+    if options.first is not None and options.what != "damages":
+        parser.error("--first: only damages have numbers")
     if options.first is not None:
         failed = 0
-        for kind in options.kind:
+        for kind in options.kind or KINDS:
             with damages_place() as place:
                 for number, wrong in run_damages(place, kind, options.seed, options.first, options.count):
                     print(number, wrong, flush=True)
