@@ -20,11 +20,11 @@ from dalsegno.elastic.checkpoint.marks import mark
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import RunFile, read_run_file
-from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import InputRefused
 
 from .milestones.access import Access, add_tls
 from .milestones.commander_client import Away, CommanderClient
+from .saying import say
 from .volume import Volume, damage_of
 
 __all__ = ("add_export", "export")
@@ -94,14 +94,14 @@ def _chosen(volume: Volume, head: str, missing: str) -> Manifest | None:
     every = volume.manifests()
     places = [number for number, one in enumerate(every) if isinstance(one, Manifest) and one.digest == head]
     if not places:
-        _say(f"{missing}: the newest intact checkpoint on the volume is taken, which may never have been committed")
+        say(f"{missing}: the newest intact checkpoint on the volume is taken, which may never have been committed")
     for one in every[places[0] if places else 0 :]:
         if not isinstance(one, Manifest):
             continue
         problem = damage_of(volume.directory_of(one), one)
         if not problem:
             return one
-        _say(f"{one.name} is damaged: {problem}: the one before is looked at")
+        say(f"{one.name} is damaged: {problem}: the one before is looked at")
     return None
 
 
@@ -148,9 +148,5 @@ def _beside(run_file: Path, volume: Volume, pack: Volume, manifest: Manifest) ->
 
 
 def _failed(text: str) -> int:
-    _say(f"error: {text}")
+    say(f"error: {text}")
     return EXIT_FAILED
-
-
-def _say(text: str) -> None:
-    print(f"dalsegno relay: {one_line(text)}", file=sys.stderr, flush=True)

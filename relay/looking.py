@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from dalsegno.protos.text import one_line
 
 from .asked_run import AskedRun, add_arguments
 from .milestones.commander_client import Away, Denied
+from .saying import say
 
 __all__ = ("add_events", "add_order", "add_status", "events", "expire", "release", "status", "status_lines")
 
@@ -67,7 +67,7 @@ def events(options: argparse.Namespace) -> int:
             if not options.follow or isinstance(error, Denied):
                 return _failed(error)
             if not is_away:
-                _warn(f"{error}; waiting for it")
+                say(f"{error}; waiting for it")
             is_away = True
             time.sleep(AGAIN_SECONDS)  # why: no event tells when a server far away answers again
             continue
@@ -140,9 +140,5 @@ def _show(lines: Any) -> None:
 
 
 def _failed(error: Away) -> int:
-    _warn(str(error))
+    say(str(error))
     return EXIT_FAILED
-
-
-def _warn(text: str) -> None:
-    print(f"dalsegno relay: {one_line(text)}", file=sys.stderr, flush=True)

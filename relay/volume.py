@@ -15,6 +15,8 @@ from typing import Any
 from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, Unsealed, inspect, verify
 from dalsegno.elastic.checkpoint.files import CANNOT, replace_file, write_problem
 
+from .saying import say
+
 __all__ = ("Volume", "damage_of")
 
 # The least bytes that must be free, and what a trial writes.
@@ -22,10 +24,6 @@ _LEAST_FREE_BYTES = 64 << 20
 _TRIAL_BYTES = 1 << 20
 # A small file in a link's place has a path in it, and no more.
 _LONGEST_POINTER_BYTES = 4096
-
-
-def _say(text: str) -> None:
-    print(f"dalsegno relay: {text}", file=sys.stderr, flush=True)
 
 
 class Volume:
@@ -37,7 +35,7 @@ class Volume:
         say: takes lines for people.
     """
 
-    def __init__(self, l1_root: Path, run_id: str, say: Callable[[str], None] = _say) -> None:
+    def __init__(self, l1_root: Path, run_id: str, say: Callable[[str], None] = say) -> None:
         self.l1_root, self.run_id, self._say = l1_root, run_id, say
         self.root = l1_root / "runs" / run_id
         self.ckpt, self.hf, self.logs = self.root / "ckpt", self.root / "hf", self.root / "logs"
