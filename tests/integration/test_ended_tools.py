@@ -21,7 +21,7 @@ TOOLS = {
 }
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_nothing_of_it_is_left(tool: str, tmp_path: Path) -> None:
     """Its processes are in sessions of their own, which a terminal's or a supervisor's signal does not reach."""
