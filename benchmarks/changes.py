@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import statistics
@@ -27,11 +28,10 @@ def _play(output: Path) -> list[tuple[float, int]]:
     finally:
         if demo.poll() is None:
             demo.terminate()  # not killed: it ends what it has started
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 demo.communicate(timeout=ENDS_WITHIN)
-            finally:
-                demo.kill()
-                demo.wait()
+            demo.kill()
+            demo.wait()
     if demo.returncode != 0:
         raise RuntimeError(f"the demo failed:\n{said[-4000:]}")
     (summary,) = output.glob("*/report.json")

@@ -231,6 +231,21 @@ def test_a_milestone_that_has_no_room_is_no_reason_to_stop(made: Scene, monkeypa
         made.go_on(60)
 
 
+def test_without_what_speaks_to_the_hub_a_pod_ends(made: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost for an image that is not complete, unless a person gives it up."""
+    made.lose(60)
+    made.damage(80)
+
+    def lacks(*_: object) -> restore.Restored:
+        raise restore.HubUnusable("the hub needs the extra relay")
+
+    monkeypatch.setattr(restore, "restore", lacks)
+    with pytest.raises(restore.HubUnusable):
+        made.go_on(60)
+    assert made.go_on(60, older=True) == (None, "40:2")
+    assert made.said("step 60 is given up: the hub needs the extra relay")
+
+
 @pytest.mark.parametrize("milestones", [(), (60,)])
 def test_a_head_out_of_sight_is_not_given_up(made: Scene, milestones: tuple[int, ...]) -> None:
     """A mount lists late: the agent looks for the head, also where the newest that is listed is a milestone."""
