@@ -1,12 +1,13 @@
-"""Lets a process yield to whatever else the machine does, a training above all. Standard library only."""
+"""Lets a process, or a thread, yield to whatever else the machine does, a training above all. Standard library only."""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 
-__all__ = ["yield_to_others"]
+__all__ = ["yield_of_thread", "yield_to_others"]
 
 # Without privileges the kernel takes one change per tenth of a second, of all processes together.
 _TRIES, _PAUSE_SECONDS = 10, 0.1
@@ -27,6 +28,19 @@ def yield_to_others(niceness: int) -> None:
     os.nice(niceness)
     if os.getsid(0) == os.getpid():
         _lower_session(min(niceness, _MOST_FOR_A_SESSION))
+
+
+def yield_of_thread(niceness: int) -> None:
+    """Lowers the priority of the calling thread alone. One that is lower already stays as it is.
+
+    On Linux a priority belongs to a thread. Without privileges the kernel refuses to raise it again.
+
+    Args:
+        niceness: from 1 to 19, as in nice(1).
+    """
+    thread = threading.get_native_id()
+    if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def _lower_session(niceness: int) -> None:

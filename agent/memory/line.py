@@ -52,7 +52,10 @@ class Line:
             self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
-        self._prepare()
+        try:
+            self._prepare()
+        except Exception:
+            logger.exception("%s: it goes on unprepared", self._thread.name)
         while (work := self._work.get()) is not None and not self._closing.is_set():
             try:
                 work()

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable
+
+from dalsegno.protos.priority import yield_of_thread
 
 from .line import Line
 from .watch import StallWatch
@@ -25,10 +26,6 @@ DISK_STALL_SECONDS = 120.0
 _NICENESS = 10
 
 logger = logging.getLogger(__name__)
-
-
-def _be_nice() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class _Order:
@@ -60,7 +57,7 @@ class Writer:
     """
 
     def __init__(self, stall_seconds: float = DISK_STALL_SECONDS) -> None:
-        self._line = Line("memory-durable", _be_nice)
+        self._line = Line("memory-durable", lambda: yield_of_thread(_NICENESS))
         self._watch, self._limit = StallWatch(stall_seconds), stall_seconds
         self._lock = threading.Lock()
         # What is under way, and what waits.

@@ -34,6 +34,7 @@ import threading
 import warnings
 
 from dalsegno.protos.contract import FRAME
+from dalsegno.protos.priority import yield_of_thread
 from dalsegno.protos.processes import ends_with_parent
 from dalsegno.protos.ready import readable
 from dalsegno.protos.shortage import shortage
@@ -75,9 +76,8 @@ def _read(channel: socket.socket, count: int) -> bytes | None:
 
 def _import_all(modules: list[str], niceness: int, failed: dict[str, str]) -> None:
     if niceness:
-        # On Linux the priority belongs to the calling thread. The main thread, which is going to train, keeps its own,
-        # because a process without privileges could never raise it again.
-        os.setpriority(os.PRIO_PROCESS, 0, niceness)
+        # The main thread, which is going to train, keeps its own: a process without privileges could never raise it.
+        yield_of_thread(niceness)
     for name in modules:
         try:
             importlib.import_module(name.removesuffix("?"))
