@@ -23,6 +23,7 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import CONTROL_PROTOCOL, HEARTBEAT_SECONDS
+from dalsegno.protos.limits import MESSAGE_BYTES
 from dalsegno.protos.trace import mark
 
 from .client_threads import Backoff, ClientCallbacks, Hearing, OutboxFull, WaitingCall, kept_up, renew
@@ -314,7 +315,9 @@ class MasterClient:
             # gRPC raises ValueError for a channel that another thread closed.
             return False
         code, detail = code_of(error), detail_of(error)
-        if (refused := self._is_refusal(code)) or code in RETRIED or self._is_one_alone(link, code):
+        too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and waiting.request.ByteSize() > MESSAGE_BYTES
+        refused = self._is_refusal(code)
+        if not too_large and (refused or code in RETRIED or self._is_one_alone(link, code)):
             logger.info("%s: %s: %s; it is repeated", waiting.method, code.name, detail)
             if waiting.method == "Register" and code is grpc.StatusCode.ABORTED:
                 self._tell(waiting.session, partial(self._listener.postponed, detail))

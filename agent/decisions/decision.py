@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
+from google.protobuf.message import Message
+
 from dalsegno.protos import control_pb2
+from dalsegno.protos.text import one_line
 
 from . import events as ev
 from .last_copy import drained_into, goes_with_it, has_sealed, is_copied, needed, outlives_it
@@ -20,6 +23,8 @@ NOT_ON_DISK = (
     "what it had in memory is not on the disk, and who holds a copy may leave, too; the run goes on from what others"
     " have, or its last commit"
 )
+# What a call says for people, and the most characters of that.
+_TEXTS, _LONGEST = frozenset({"failure", "file", "message", "reason", "text"}), 4000
 
 
 class Decision:
@@ -33,8 +38,13 @@ class Decision:
     def do(self, *actions: ev.Action) -> None:
         self.actions.extend(actions)
 
-    def call(self, method: str, request: object) -> None:
-        self.do(ev.Call(method, request))  # type: ignore[arg-type]
+    def call(self, method: str, request: Message) -> None:
+        """Orders a call to the master. What somebody else wrote may be megabytes long, more than it takes."""
+        for name in _TEXTS & set(request.DESCRIPTOR.fields_by_name):
+            text = getattr(request, name)
+            if isinstance(text, str) and len(text) > _LONGEST:
+                setattr(request, name, one_line(text, _LONGEST))
+        self.do(ev.Call(method, request))
 
     def caller(self, epoch: int | None = None) -> control_pb2.Caller:
         return control_pb2.Caller(epoch=self.state.started if epoch is None else epoch)

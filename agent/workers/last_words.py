@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from dalsegno.protos.text import one_line
+
 from ..script import tells_of_a_peer
 from .tracebacks import last_raised
 
@@ -113,4 +115,4 @@ def error_message(path: str) -> str:
     if isinstance(message, dict):
         message = message.get("message", "")
     lines = str(message).strip().splitlines()
-    return lines[0] if lines else ""
+    return one_line(lines[0], _LONGEST_LINE) if lines else ""

@@ -21,8 +21,10 @@ from dalsegno.agent.control.places import MasterPlaces
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL, LEADER_METADATA
+from dalsegno.protos.limits import MESSAGE_BYTES
 
 pytestmark = pytest.mark.timeout(60)
+OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MESSAGE_BYTES))
 
 
 class Servicer(control_pb2_grpc.ControlServicer):
@@ -94,7 +96,7 @@ class Master:
         self.start()
 
     def start(self) -> None:
-        self.server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
+        self.server = grpc.server(futures.ThreadPoolExecutor(16), options=[*OPTIONS])
         control_pb2_grpc.add_ControlServicer_to_server(self.servicer, self.server)
         self.port = self.server.add_insecure_port(f"{self.host}:{self.port}")
         self.server.start()
@@ -270,6 +272,16 @@ def test_a_final_answer_is_told_and_the_next_call_goes_out(master: Master, agent
     assert agent.expect("failed") == ("CommitCheckpoint", "FAILED_PRECONDITION", "epoch 2 is closed")
     assert agent.client.flush(5)
     assert [len(master.servicer.of(name)) for name in ("CommitCheckpoint", "Join")] == [1, 1]
+
+
+def test_a_call_that_is_larger_than_the_master_takes_holds_up_no_other(agent: Agent) -> None:
+    """It was repeated for ever. gRPC answers it, under a code that otherwise says "not now"."""
+    agent.client.call("ReportFailure", pb.FailureRequest(message="x" * (MESSAGE_BYTES + 1)))
+    agent.client.call("Join", join(1))
+    agent.register()
+    method, code, _ = agent.expect("failed")
+    assert (method, code) == ("ReportFailure", "RESOURCE_EXHAUSTED")
+    assert agent.client.flush(15)
 
 
 def test_an_error_of_the_master_is_repeated_but_not_for_ever(master: Master, agent: Agent) -> None:

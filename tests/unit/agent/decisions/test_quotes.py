@@ -71,3 +71,13 @@ def test_an_older_master_does_not_know_the_call() -> None:
     assert agent.hear(ev.CallFailed("ReportRemark", "UNIMPLEMENTED", "Method not found!")) == []
     agent.hear(ev.CallFailed("ReportRemark", "NOT_FOUND", "declared dead"))
     assert agent.state.fenced
+
+
+def test_what_is_megabytes_long_is_told_cut() -> None:
+    """The master takes no such call, and all later ones waited behind it."""
+    agent = Agent().registered().running()
+    agent.hear(ev.Remark("x" * (2 << 20)), ev.WorkerExited(1, 0, 1, "y" * (2 << 20)))
+    (failure,) = agent.calls("ReportFailure")
+    assert failure.message.startswith("local rank 0 exited with code 1: yyyy")
+    assert failure.ByteSize() < 5000
+    assert all(quote.ByteSize() < 5000 for quote in agent.quotes)

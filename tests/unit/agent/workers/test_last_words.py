@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.script import tells_of_a_peer
-from dalsegno.agent.workers.last_words import last_words
+from dalsegno.agent.workers.last_words import error_message, last_words
 
 
 def test_the_last_line_of_the_errors_is_the_reason(tmp_path: Path) -> None:
@@ -22,6 +22,17 @@ def test_the_last_line_of_the_errors_is_the_reason(tmp_path: Path) -> None:
     assert last_words(str(path), 1) == last_words(str(path), -9) == ""
     assert last_words("", 1) == ""
     assert last_words(str(tmp_path / "nothing"), 1) == ""
+
+
+def test_the_first_line_of_an_error_file_is_cut(tmp_path: Path) -> None:
+    """Of torch's `@record`: an exception with a tensor's values is longer than the master takes in one call."""
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": {"message": "ValueError: a NaN in " + "0.123, " * 300_000 + "\nmore"}}))
+    said = error_message(str(path))
+    assert said.startswith("ValueError: a NaN in 0.123, 0.123")
+    assert len(said) == 300
+    path.write_text(json.dumps({"message": {"message": "ValueError: boom\nmore"}}))
+    assert error_message(str(path)) == "ValueError: boom"
 
 
 @pytest.mark.parametrize(
