@@ -29,6 +29,7 @@ from .best_watch import BestWatch
 from .foreign import COUNTED, NOTE_BYTES, FoundUnits, Unit, shown, survey
 from .layouts import Complete, FileState, complete, damaged, number_of_unit, state_of
 from .naming import is_log
+from .patience import LookPatience
 from .present import extent_of, files_of, size_of, states_of
 from .problems import problem_of
 from .slices import Behind, SaveSlice, choose, names_it
@@ -198,7 +199,7 @@ class Adopter:
             self._trusting -= ended_well
 
     def _run(self) -> None:
-        pause, asked = LOOK_EVERY_SECONDS, 0
+        pause, asked, patience = LOOK_EVERY_SECONDS, 0, LookPatience(PATIENCE_LOOKS, LOOK_EVERY_SECONDS)
         if self._rule is not None:
             self._best = BestWatch(self._rule, self._run_dir, self._world)
         self._note(self._known.values())
@@ -210,6 +211,7 @@ class Adopter:
                 return
             if asked > before:
                 self._since = None  # who waits now has not waited before
+                patience.renew()
             met = self._met
             calm = self._look()
             with self._news:
@@ -217,7 +219,7 @@ class Adopter:
                 self._news.notify_all()
             # What they saved last may not be listed yet.
             listed = time.monotonic() > self._asked_at + 2 * self._volume.lag
-            if not (calm and (self._undecided or not listed)):
+            if not (calm and (patience.lasts(self._undecided) or not listed)):
                 with self._news:
                     self._answered = asked
                     self._news.notify_all()
@@ -254,8 +256,8 @@ class Adopter:
             self._took = time.monotonic() - began
             return self._consider(units, found) and self._calm
         except (FileNotFoundError, Changed):
-            # The script deletes old ones during the look, or writes one again.
-            self._undecided = self._coming = True
+            # The script deletes old ones during the look, or writes one again; or it has deleted all, for good.
+            self._undecided = self._coming = os.path.lexists(self._root)
         except OSError as error:
             self._complain(".", str(error))
             return False

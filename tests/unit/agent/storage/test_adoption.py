@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import shutil
 import threading
 import time
 import zipfile
@@ -414,6 +415,23 @@ def test_what_is_saved_last_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
     taken.settle(20)
     taken.begin(tmp_path, world(2), ORIGIN, [], first=False)
     taken.settle(20)
+
+
+@pytest.mark.slow
+def test_a_script_that_removes_all_that_it_saved_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the last thing that it does. Its success took ten minutes more. Nor does a file that goes each time."""
+    taken, _ = begun(tmp_path, monkeypatch, world(1))
+    states(tmp_path / "e1" / "global_step10", *ZERO_1)
+    shutil.rmtree(tmp_path / "e1")
+    began = time.monotonic()
+    taken.settle(40)
+    monkeypatch.setattr(adoption, "complete", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
+    states(tmp_path / "e1" / "global_step10", *ZERO_1)
+    taken.settle(40)
+    assert time.monotonic() - began < 20
+    taken.close()
 
 
 @pytest.mark.slow
