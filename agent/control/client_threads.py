@@ -6,7 +6,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -21,10 +22,10 @@ __all__ = [
     "Backoff",
     "ClientCallbacks",
     "Hearing",
+    "Outbox",
     "OutboxFull",
     "WaitingCall",
     "kept_up",
-    "renew",
 ]
 
 # Seconds.
@@ -80,19 +81,58 @@ class WaitingCall:
     internal_errors: int = 0
     # It may have come to the master, also without an answer: what it says stays as it is.
     tried: bool = False
+    # Of what is held of a step no master has heard before.
+    is_first: bool = False
 
 
-def renew(queue: Iterable[WaitingCall], request: Message) -> bool:
-    """Puts what is held of a step in the place of what waits and says that, too. False: nothing of the kind does."""
-    if not isinstance(request, control_pb2.HeldRequest) or not request.HasField("checkpoint"):
+class Outbox(deque[WaitingCall]):
+    """Calls that wait for their answers, the oldest first. Not thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Digests of the steps of which something is held, as far as was said, or will be.
+        self._held: set[str] = set()
+
+    def forget(self) -> None:
+        """Drops all. The next session's master has heard of nothing."""
+        self.clear()
+        self._held.clear()
+
+    def renew(self, request: Message) -> bool:
+        """Brings what waits up to date with a request. True: that need not wait itself.
+
+        What is held of a step takes the place of what waits and says that, too. Where nothing is any more, and no
+        master has heard that something was, neither is said. Of shortages the newest is.
+        """
+        if isinstance(request, control_pb2.ShortageRequest):
+            for waiting in [one for one in self if not one.tried and isinstance(one.request, type(request))]:
+                self.remove(waiting)
+            return False
+        if not isinstance(request, control_pb2.HeldRequest) or not request.HasField("checkpoint"):
+            return False
+        for waiting in self:
+            older, ref = waiting.request, request.checkpoint.ref
+            if not waiting.tried and isinstance(older, control_pb2.HeldRequest) and older.checkpoint.ref == ref:
+                if waiting.is_first and not request.parts:
+                    self.remove(waiting)
+                request.caller.request = older.caller.request
+                waiting.request = request
+                self._note(request)
+                return True
         return False
-    for waiting in queue:
-        older, digest = waiting.request, request.checkpoint.ref.digest
-        if not waiting.tried and isinstance(older, control_pb2.HeldRequest) and older.checkpoint.ref.digest == digest:
-            request.caller.request = older.caller.request
-            waiting.request = request
-            return True
-    return False
+
+    def put(self, method: str, request: Message, session: int) -> None:
+        """Lets a call wait behind all others."""
+        self.append(WaitingCall(method, request, session, is_first=self._note(request)))
+
+    def _note(self, request: Message) -> bool:
+        """Whether it says for the first time that something is held of a step, and that was said to nobody."""
+        if not isinstance(request, control_pb2.HeldRequest) or not request.HasField("checkpoint"):
+            return False
+        digest = request.checkpoint.ref.digest
+        known = digest in self._held
+        (self._held.add if request.parts else self._held.discard)(digest)
+        return bool(request.parts) and not known
 
 
 class Hearing:

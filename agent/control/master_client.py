@@ -14,7 +14,6 @@ import random
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -26,7 +25,7 @@ from dalsegno.protos.contract import CONTROL_PROTOCOL, HEARTBEAT_SECONDS
 from dalsegno.protos.limits import MESSAGE_BYTES
 from dalsegno.protos.trace import mark
 
-from .client_threads import Backoff, ClientCallbacks, Hearing, OutboxFull, WaitingCall, kept_up, renew
+from .client_threads import Backoff, ClientCallbacks, Hearing, Outbox, OutboxFull, WaitingCall, kept_up
 from .connection import RETRIED, Connector, MasterLink, code_of, detail_of, leader_of
 from .master_checks import MOST
 from .pace import ReportPace
@@ -70,7 +69,7 @@ class MasterClient:
         # Held while the listener is called: see `_tell`. Taken before `_changed`, never inside it.
         self._telling = threading.Lock()
         self._closing = threading.Event()
-        self._queue: deque[WaitingCall] = deque()
+        self._queue = Outbox()
         self._progress: control_pb2.ProgressRequest | None = None
         # Grows with every `register`; calls, streams and answers of an older session are dropped.
         self._session = 0
@@ -116,7 +115,7 @@ class MasterClient:
             self._registered = False
             self._request = 0
             self._progress = None
-            self._queue.clear()
+            self._queue.forget()
             self._cancel_stream()
             self._changed.notify_all()
 
@@ -139,7 +138,8 @@ class MasterClient:
             later = [waiting for waiting in self._queue if waiting.method != "Register"]
             for waiting in later:
                 waiting.session = self._session
-            self._queue = deque([WaitingCall("Register", copied, self._session), *later])
+            self._queue.clear()
+            self._queue += [WaitingCall("Register", copied, self._session), *later]
             self._changed.notify_all()
 
     def call(self, method: str, request: Message) -> None:
@@ -158,12 +158,12 @@ class MasterClient:
             self._epoch = max(self._epoch, self._caller(copied).epoch)
             if isinstance(copied, control_pb2.ProgressRequest):
                 self._progress = copied
-            elif not renew(self._queue, copied):
+            elif not self._queue.renew(copied):
                 if len(self._queue) >= _MOST_WAITING:
                     raise OutboxFull(f"{_MOST_WAITING} calls wait for a master that cannot be reached")
                 self._request += 1
                 self._caller(copied).request = self._request
-                self._queue.append(WaitingCall(method, copied, self._session))
+                self._queue.put(method, copied, self._session)
             self._changed.notify_all()
 
     def waiting(self) -> int:

@@ -241,7 +241,7 @@ def held(step: int, *parts: int) -> pb.HeldRequest:
 
 
 def test_what_is_held_is_told_as_it_is_when_it_is_sent(master: Master, agent: Agent) -> None:
-    """In its place among the others. What may have come to the master already stays as it is."""
+    """In its place among the others, unless it is gone before. What may have come to the master stays as it is."""
     told: list[tuple[str, int, pb.Replication | None]] = []
     agent.client._listener = replace(agent.client._listener, replication=lambda *said: told.append(said))
     master.servicer.errors["ReportHeld"] = [(grpc.StatusCode.UNAVAILABLE, "not now")] * 3
@@ -254,13 +254,46 @@ def test_what_is_held_is_told_as_it_is_when_it_is_sent(master: Master, agent: Ag
     heard = master.servicer.of("ReportHeld")[3:]
     assert [(call.caller.request, call.checkpoint.ref.digest, tuple(call.parts)) for call in heard] == [
         (1, "d1", (0,)),
-        (2, "d2", (1,)),
         (3, "d1", (0, 1)),
         (4, "", ()),
-        (5, "", ()),
+        (5, "d2", (1,)),
+        (6, "", ()),
     ]
-    assert [digest for digest, _, _ in told] == ["d1", "d2", "d1", "", ""]
+    assert [digest for digest, _, _ in told] == ["d1", "d1", "", "d2", ""]
     assert {(generation, said) for _, generation, said in told} == {(1, None)}
+
+
+def test_steps_that_come_and_go_unheard_leave_nothing_behind() -> None:
+    """A long outage ended the training: each memory checkpoint left a call, and there is a limit. So for shortages."""
+    one = Agent()
+    one.register()
+    one.client.call("ReportShortage", pb.ShortageRequest(missing_bytes=1))
+    before = one.client.waiting()
+    for step in range(1, 4):
+        one.client.call("ReportHeld", held(step, 0))
+        one.client.call("ReportShortage", pb.ShortageRequest(missing_bytes=step))
+        one.client.call("ReportHeld", held(step, 0, 1))
+        one.client.call("ReportHeld", held(step))
+    assert one.client.waiting() == before
+    assert [waiting.request.missing_bytes for waiting in one.client._queue if waiting.method == "ReportShortage"] == [3]
+    one.client.close()
+
+
+def test_what_the_master_has_heard_of_is_said_to_be_gone(master: Master, agent: Agent) -> None:
+    """Also where it came again, and went again, while the master was away."""
+    agent.register()
+    agent.client.call("ReportHeld", held(1, 0))
+    assert agent.client.flush(15)
+    agent.client.call("ReportHeld", held(2, 0))
+    assert agent.client.flush(15)
+    master.servicer.hold.clear()
+    agent.client.call("Join", join(1))
+    for request in (held(1, 0, 1), held(1), held(1, 0), held(1), held(2), held(2, 0)):
+        agent.client.call("ReportHeld", request)
+    master.servicer.hold.set()
+    assert agent.client.flush(15)
+    heard = master.servicer.of("ReportHeld")[2:]
+    assert [(call.checkpoint.ref.digest, tuple(call.parts)) for call in heard] == [("d1", ()), ("d2", (0,))]
 
 
 def test_a_final_answer_is_told_and_the_next_call_goes_out(master: Master, agent: Agent) -> None:
