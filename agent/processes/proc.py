@@ -66,11 +66,20 @@ def belongs_to(pid: int, root: int) -> bool:
 
 
 def kill_group(pgid: int, signum: int = signal.SIGKILL) -> bool:
-    """Signals a whole process group. False when no process of it is left."""
+    """Signals a whole process group. False when no process of it is left.
+
+    SIGKILL ends what it may: what is left may be another user's, as with a worker that is `sudo`.
+
+    Raises:
+        PermissionError: all of it is another user's, and is not told what another signal says.
+    """
     try:
         os.killpg(pgid, signum)
     except ProcessLookupError:
         return False
+    except PermissionError:
+        if signum != signal.SIGKILL:
+            raise
     return True
 
 

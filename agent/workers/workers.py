@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -197,11 +197,14 @@ class WorkersContext(SubprocessContext):
 
         A worker that its nursery has not started yet has no processes, and nothing to save.
         """
-        found = listeners([one.process.pid for one in self._running if not one.ended.is_set()], signum)
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
-        return len(found)
+        asked = 0
+        for pid in listeners([one.process.pid for one in self._running if not one.ended.is_set()], signum):
+            # One may be another user's: a launcher like `sudo` makes it that.
+            with contextlib.suppress(PermissionError):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+                asked += 1
+        return asked
 
     @property
     def over(self) -> bool:
@@ -339,31 +342,50 @@ class WorkersContext(SubprocessContext):
         return _ColdProcess(handler.proc)
 
     def _watch(self, rank: int, process: _ColdProcess | StandbyProcess, ended: threading.Event) -> None:
-        """Waits for one worker's end on a thread of its own."""
-        if isinstance(process, StandbyProcess):
-            code = process.wait()
-            if process.abandoned and (instead := self._start_instead(rank, process)) is not None:
-                self._watch(rank, instead, ended)
-                return
-            if self._pool is not None:
-                self._pool.keep(rank, self._assignments[rank], process)
-        else:
-            code = process.follow()
+        """Waits for one worker's end on a thread of its own, and reports it whatever fails beside that."""
+        code, reason, instead = CANNOT_START, "its end cannot be followed", None
+        with self._going_on(rank):
+            code = process.wait() if isinstance(process, StandbyProcess) else process.follow()
+            reason = ""
+            if isinstance(process, StandbyProcess) and process.abandoned:
+                instead = self._start_instead(rank, process)
+        if instead is not None:
+            self._watch(rank, instead, ended)
+            return
+        with self._going_on(rank):
+            self._clear_up(rank, process)
+        ended.set()
+        with self._going_on(rank):
+            code, reason = self._how_ended(rank, process, code, reason)
+        self._on_exit(rank, code, reason, isinstance(process, StandbyProcess) and bool(process.holds))
+
+    @contextlib.contextmanager
+    def _going_on(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # whatever it is: without its exit the node would wait for this worker for ever
+            logger.exception("worker %d has ended, and something went wrong behind that", rank)
+
+    def _clear_up(self, rank: int, process: _ColdProcess | StandbyProcess) -> None:
+        """Lets go of what was a worker's alone, or keeps it for its next world."""
+        if not isinstance(process, StandbyProcess):
             self._lifeline.drop_group(process.pid)
+        elif self._pool is not None:
+            self._pool.keep(rank, self._assignments[rank], process)
         stays = isinstance(process, StandbyProcess) and process.successor is not None
         if process.pid > 0 and not stays:
             self._link.clean(process.pid)
-        ended.set()
+
+    def _how_ended(self, rank: int, process: _ColdProcess | StandbyProcess, code: int, reason: str) -> tuple[int, str]:
+        """The exit status to report, and why, once a worker's last messages have come."""
         if not self._link.flush(process.pid, _LAST_WORDS_SECONDS):
             logger.warning("the last messages of worker %d (process %d) did not come through", rank, process.pid)
-        unstarted = process.failure if isinstance(process, StandbyProcess) else ""
-        if unstarted:
-            code, reason = CANNOT_START, unstarted
-        elif stays:
-            reason = "it lost a peer, and waits for the next world" if code == BROKEN else ""
-        else:
-            reason = self._reason(rank, code) if code else ""
-        self._on_exit(rank, code, reason, isinstance(process, StandbyProcess) and bool(process.holds))
+        if isinstance(process, StandbyProcess):
+            if process.failure:
+                return CANNOT_START, process.failure
+            if process.successor is not None:
+                return code, "it lost a peer, and waits for the next world" if code == BROKEN else ""
+        return code, reason or (self._reason(rank, code) if code else "")
 
     def _start_instead(self, rank: int, abandoned: StandbyProcess) -> _ColdProcess | StandbyProcess | None:
         """Starts a worker that its nursery could not start, or that ended before it had its place.

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.processes.lifeline import Lifeline
-from dalsegno.agent.processes.proc import listeners, start_time
+from dalsegno.agent.processes.proc import kill_group, listeners, start_time
 from dalsegno.agent.script import ALWAYS, Script, modules_of
 from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.agent.shell.stopping import Stopping
@@ -764,6 +764,30 @@ def test_a_worker_is_signalled_under_its_own_number_only(node: Node, monkeypatch
     context._running[0].ended.clear()
     context.stop(0)
     assert signalled == []
+
+
+def test_the_end_of_a_worker_that_is_another_users_is_noticed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `--no-python sudo …`: a plain user may signal nothing of its group, also behind its end."""
+    monkeypatch.setattr(os, "killpg", raising)
+    context = node.workers(Script("/bin/sh", ("-c", "exit 3")), 1, None)
+    context.start()
+    assert node.exits.get(timeout=60)[:2] == (0, 3)
+    assert context.over
+    with pytest.raises(PermissionError):
+        kill_group(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("where", ["lifeline.drop_group", "link.clean", "link.flush"])
+def test_the_exit_of_a_worker_is_reported_whatever_fails_behind_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The node waited for it for ever."""
+    part, _, name = where.partition(".")
+    monkeypatch.setattr(getattr(node, part), name, raising)
+    context = node.workers(Script("/bin/sh", ("-c", "exit 3")), 1, None)
+    context.start()
+    assert node.exits.get(timeout=60)[:2] == (0, 3)
+    assert context.over
 
 
 @pytest.mark.parametrize("how", ["raises", "adoption raises", "ends"])
