@@ -273,7 +273,8 @@ class _Nursery:
                 try:
                     self._words[pid].send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
                 except OSError:
-                    os.killpg(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(pid, signal.SIGKILL)
 
     def _hear_word(self, pid: int) -> bool:
         """Passes on one message of a worker. False: there is none; if its end is closed, none will come."""
@@ -289,8 +290,10 @@ class _Nursery:
             reader.close()
             return False
         # A script that writes to descriptors that it does not know must not end the others.
-        with contextlib.suppress(ValueError):
-            send(self._channel, {**dict(json.loads(data)), "of": self._workers[pid]})
+        with contextlib.suppress(ValueError, RecursionError):
+            said = json.loads(data)
+            if isinstance(said, dict):
+                send(self._channel, {**said, "of": self._workers[pid]})
         return True
 
     def _drop_word(self, pid: int) -> None:
@@ -329,7 +332,7 @@ class _Nursery:
                 if ended is not None:
                     # Not reaped yet: the number of its group stays its own while the rest of the group is killed.
                     if ended.si_pid in self._workers:
-                        with contextlib.suppress(ProcessLookupError):
+                        with contextlib.suppress(ProcessLookupError, PermissionError):
                             os.killpg(ended.si_pid, signal.SIGKILL)
                     _, status = os.waitpid(ended.si_pid, 0)
                     self._drop_word(ended.si_pid)

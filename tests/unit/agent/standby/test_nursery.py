@@ -1,0 +1,61 @@
+"""The nursery's side, without its process: what one worker does must not end the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from typing import Any
+
+import pytest
+
+from dalsegno.agent.standby.nursery import _Nursery, receive
+from dalsegno.protos.ready import readable
+
+
+def scene() -> tuple[_Nursery, socket.socket]:
+    """A nursery, and the agent's end of its channel."""
+    agent, channel = socket.socketpair()
+    return _Nursery(channel, [], 0, False, []), agent
+
+
+@pytest.mark.parametrize("data", [b"50\n", b"null", b"[1]", b'"a"', b"garbage", b"\xff", b"[" * 100_000])
+def test_what_a_script_writes_to_descriptors_that_it_does_not_know_counts_for_nothing(data: bytes) -> None:
+    """A number ended all ranks of the node: it is JSON, too."""
+    nursery, agent = scene()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    nursery._words[4242], nursery._workers[4242] = ours, 1
+    theirs.send(data)
+    theirs.send(b'{"imports": true}')
+    assert nursery._hear_word(4242)
+    assert not readable(agent.fileno(), 0)
+    assert nursery._hear_word(4242)
+    assert receive(agent) == {"imports": True, "of": 1}
+
+
+def test_the_end_of_a_worker_that_is_another_users_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have become `sudo`: its nursery may signal nothing of its group."""
+    nursery, agent = scene()
+    process = subprocess.Popen(["/bin/sh", "-c", "exit 3"], start_new_session=True)
+    nursery._workers[process.pid] = 1
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    # No other test's children.
+    waitid = os.waitid
+    monkeypatch.setattr(os, "waitid", lambda _, __, options: waitid(os.P_PID, process.pid, options))
+    monkeypatch.setattr(os, "killpg", forbidden)
+    nursery._reap()
+    assert receive(agent) == {"exited": 1, "code": 3}
+
+
+def test_a_worker_that_is_another_users_and_takes_no_place_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its nursery tried to end it."""
+    nursery, _ = scene()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    nursery._words[4242], nursery._workers[4242] = ours, 1
+    monkeypatch.setattr(os, "killpg", forbidden)
+    nursery._place({"place": 1})
+
+
+def forbidden(*_: Any) -> None:
+    raise PermissionError(1, "Operation not permitted")
