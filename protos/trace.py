@@ -4,9 +4,9 @@ Each process appends JSON lines to a file of its own below the directory that ``
 variable a mark costs nothing. Of several steps in a row only the first and the last are kept, so a file grows with
 saves and changes of the world, not with steps. Standard library only.
 
-A line says ``at``, ``mark``, and what is known of ``node``, ``rank``, ``epoch`` and ``step``. ``at`` is the machine's
-monotonic clock in seconds. Times of two machines, or of two boots of one, say nothing about each other: the first part
-of a file's name says which clock it is.
+A line says ``at``, ``mark``, and what is known of ``run``, ``node``, ``rank``, ``epoch`` and ``step``. ``at`` is the
+machine's monotonic clock in seconds. Times of two machines, or of two boots of one, say nothing about each other: the
+first part of a file's name says which clock it is.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Mark:
         rank: -1 in an agent.
         epoch: 0 if there is none yet.
         step: -1 if it is not known.
+        run: the run's id; empty if it is not known.
     """
 
     at: float
@@ -59,6 +60,7 @@ class Mark:
     rank: int = -1
     epoch: int = 0
     step: int = -1
+    run: str = ""
 
 
 def mark(name: str, **facts: str | int) -> None:
@@ -66,7 +68,7 @@ def mark(name: str, **facts: str | int) -> None:
 
     Args:
         name: what happened; docs/pause.md lists the names.
-        facts: `step`; and `node`, `rank`, `epoch` if the process's environment does not say them.
+        facts: `step`; and `run`, `node`, `rank`, `epoch` if the process's environment does not say them.
     """
     directory = _look() if _directory is None else _directory
     if directory:
@@ -172,9 +174,10 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def _who() -> dict[str, str | int]:
-    """Node, rank and epoch, as far as an agent or torchrun has put them into this worker's environment."""
+    """Run, node, rank and epoch, as far as an agent or torchrun has put them into this worker's environment."""
     said = os.environ
-    found: dict[str, str | int] = {"node": said[Variable.NODE]} if Variable.NODE in said else {}
+    names = (("run", Variable.RUN_ID), ("node", Variable.NODE))
+    found: dict[str, str | int] = {key: said[variable] for key, variable in names if variable in said}
     for key, variable in (("rank", "RANK"), ("epoch", Variable.EPOCH)):
         if said.get(variable, "").isdecimal():
             found[key] = int(said[variable])
@@ -207,6 +210,7 @@ def _marks(path: Path) -> Iterator[Mark]:
                 rank=int(said.get("rank", -1)),
                 epoch=int(said.get("epoch", 0)),
                 step=int(said.get("step", -1)),
+                run=str(said.get("run", "")),
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             continue

@@ -302,8 +302,8 @@ class MasterClient:
             return False
         if isinstance(reply, control_pb2.RegisterReply):
             self._opened(waiting, reply)
-        if isinstance(waiting.request, control_pb2.CommitRequest) and not waiting.request.lease:
-            mark("committed", node=self._node, epoch=self._caller(waiting.request).epoch)
+        if isinstance(request := waiting.request, control_pb2.CommitRequest) and not request.lease:
+            mark("committed", run=request.checkpoint.run_id, node=self._node, epoch=request.caller.epoch)
         if isinstance(waiting.request, control_pb2.HeldRequest):
             said = reply.replication if reply.HasField("replication") else None
             digest = waiting.request.checkpoint.ref.digest

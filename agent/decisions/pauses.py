@@ -9,7 +9,7 @@ are never negative, and their sum is the pause, whatever overlaps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from dalsegno.protos.trace import STEP, Mark
@@ -37,6 +37,7 @@ class WorldChange:
         ranks: how many ranks made the first step, as far as they share the clock.
         lost: steps that were made twice.
         parts: seconds of each part, in order; parts without a mark are missing.
+        run: the run's id; empty if its marks do not name it.
     """
 
     epoch: int
@@ -46,15 +47,16 @@ class WorldChange:
     ranks: int
     lost: int
     parts: Mapping[str, float]
+    run: str = ""
 
     @property
     def seconds(self) -> float:
-        """The whole pause: the sum of the parts."""
+        """The whole pause: the sum of the parts. Negative where the marks of several runs name one."""
         return self.ended - self.began
 
 
 def pauses(marks: Iterable[Mark]) -> list[WorldChange]:
-    """Every change between two worlds that made a step, in order of time, separately for each clock."""
+    """Every change between two worlds that made a step, in order of time, separately for each clock and run."""
     clocks: dict[str, list[Mark]] = {}
     for one in marks:
         clocks.setdefault(one.clock, []).append(one)
@@ -62,9 +64,14 @@ def pauses(marks: Iterable[Mark]) -> list[WorldChange]:
 
 
 def _of_one_clock(marks: Sequence[Mark]) -> Iterator[WorldChange]:
-    epochs = sorted({one.epoch for one in marks if _is_step(one)})
-    for before, after in pairwise(epochs):
-        yield _pause(marks, before, after)
+    began: dict[str, float] = {}
+    for one in filter(_is_step, marks):
+        began[one.run] = min(one.at, began.get(one.run, one.at))
+    for run in sorted(began, key=lambda run: began[run]):
+        own = [one for one in marks if one.run == run or not (one.run or _is_step(one))]
+        epochs = sorted({one.epoch for one in own if _is_step(one)})
+        for before, after in pairwise(epochs):
+            yield replace(_pause(own, before, after), run=run)
 
 
 def _is_step(one: Mark) -> bool:

@@ -471,7 +471,7 @@ class Effects:
     def _converting(self, update: ev.ConversionUpdate) -> None:
         working = update.state == control_pb2.CONVERSION_STATE_WORKING
         if update.state == control_pb2.CONVERSION_STATE_READY:
-            mark("converted", epoch=self._epoch)
+            mark("converted", run=self.run_id, epoch=self._epoch)
         self._mailbox.put(update, replaces=("conversion", update.lease) if working else None)
 
     def _verifying(self, update: ev.VerificationMoved | ev.VerificationDone) -> None:

@@ -238,7 +238,7 @@ class ElasticAgent(LocalElasticAgent):
                 raise AssertionError(f"nobody carries out {type(action).__name__}")
 
     def _mark(self, name: str) -> None:
-        mark(name, node=self._state.node, epoch=self._state.started)
+        mark(name, run=self._effects.run_id, node=self._state.node, epoch=self._state.started)
 
     def _signalled(self, number: int) -> None:
         self._mailbox.put(ev.Signalled(number, time.monotonic()))

@@ -25,7 +25,7 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "marks"
     monkeypatch.setenv(Variable.TRACE, "")  # put back at the end
     trace.trace_into(str(directory))
-    for name in ("RANK", Variable.NODE, Variable.EPOCH):
+    for name in ("RANK", Variable.RUN_ID, Variable.NODE, Variable.EPOCH):
         monkeypatch.delenv(name, raising=False)
     return directory
 
@@ -43,13 +43,15 @@ def test_off_nothing_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_mark_says_who_and_when(marks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker is what its environment says; an agent says it itself."""
-    trace.mark("formed", node="n0", epoch=2)
-    for name, value in (("RANK", "1"), (Variable.NODE, "n1"), (Variable.EPOCH, "2")):
+    trace.mark("formed", run="run-0001", node="n0", epoch=2)
+    own = (("RANK", "1"), (Variable.RUN_ID, "run-0001"), (Variable.NODE, "n1"), (Variable.EPOCH, "2"))
+    for name, value in own:
         monkeypatch.setenv(name, value)
     trace.mark("loaded", step=7)
     agent, worker = trace.read(marks)
     assert (agent.name, agent.node, agent.rank, agent.epoch, agent.step) == ("formed", "n0", -1, 2, -1)
     assert (worker.name, worker.node, worker.rank, worker.epoch, worker.step) == ("loaded", "n1", 1, 2, 7)
+    assert agent.run == worker.run == "run-0001"
     assert agent.at <= worker.at
     assert (agent.process, agent.clock) == (worker.process, worker.clock)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from dalsegno.agent.commands.pauses import lines
 from dalsegno.agent.decisions.pauses import PARTS, WorldChange, pauses
 from dalsegno.protos.trace import Mark
 
@@ -100,6 +102,30 @@ def test_each_change_by_itself_and_each_clock() -> None:
     found = pauses(sorted([*JOIN, *third, *other], key=lambda one: one.at))
     assert [(one.epoch, one.seconds) for one in found] == [(2, 10.5), (4, 10.0), (2, 10.5)]
     assert pauses([]) == pauses([at(1.0, "step", step=1)]) == []
+
+
+def of_run(marks: list[Mark], run: str, later: float = 0.0) -> list[Mark]:
+    return [replace(one, run=run, at=one.at + later) for one in marks]
+
+
+def test_a_second_run_with_the_same_directory_is_another() -> None:
+    """Its worlds begin with epoch 1 again. A mark of no run may be anybody's, and so may a converter's."""
+    other = of_run([at(9.0, "step", step=3), at(9.5, "step", epoch=2, step=4)], "run-0002", 9000.0)
+    found = pauses([*of_run(JOIN, "run-0001"), agent(12.7, "committed"), *other])
+    assert [(one.run, one.epoch, one.seconds) for one in found] == [("run-0001", 2, 10.5), ("run-0002", 2, 0.5)]
+    assert found[0].parts["committed"] == pytest.approx(0.45)
+    assert [line for one in found for line in lines(one, True) if "epoch" in line] == [
+        "run-0001, epoch 2, 2 ranks: 10.500 s (planned)",
+        "run-0002, epoch 2, 1 rank: 0.500 s (unplanned, 0 steps made again)",
+    ]
+
+
+def test_runs_that_cannot_be_told_apart_are_named() -> None:
+    """A checkpoint directory that was emptied gives its next run the first one's id: no pause has less than no time."""
+    (mixed,) = pauses([*of_run(JOIN, "run-0001"), *of_run(JOIN[:4], "run-0001", 9000.0)])
+    assert lines(mixed) == [
+        "epoch 2: marks of several runs under one name are mixed: give each run a --trace-dir of its own"
+    ]
 
 
 def test_whatever_the_marks_the_parts_sum() -> None:
