@@ -57,6 +57,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
             ordered_finish(decision, directive.finish)
         case "release":
             ordered_release(decision, directive.release)
+    copy_head(decision, directive)
     memory.directed(decision, directive)
 
 
@@ -98,13 +99,21 @@ def head_told(decision: Decision, directive: control_pb2.Directive) -> None:
     """Keeps the copy for people up to date. What is in memory has no manifest to copy until it is on the disk, too."""
     state, head = decision.state, directive.head
     digest, leads = head.ref.digest, decision.is_rank_zero()
-    if leads and not head.in_memory and digest != state.latest:
-        decision.do(ev.WriteLatest(head))
+    copy_head(decision, directive)
     if leads and digest != state.head:
         # A commit of the open epoch: whatever was left unsealed before it is of no use to anybody any more. If it is in
         # memory alone, something before it may still be on its way to the disk.
         decision.do(ev.Sweep(head.epoch, 0 if head.in_memory else head.step, directive.converting))
-    state.head, state.latest = digest, state.latest if head.in_memory else digest
+    state.head = digest
+
+
+def copy_head(decision: Decision, directive: control_pb2.Directive) -> None:
+    """Orders the copy for people, if this node leads. Another one may have been lost before it came to that."""
+    state, head = decision.state, directive.head
+    wanted = state.has_head and not head.in_memory and head.ref.digest != state.latest
+    if wanted and decision.is_rank_zero() and not state.ended:
+        decision.do(ev.WriteLatest(head))
+        state.latest = head.ref.digest
 
 
 def ordered_run(decision: Decision, world: control_pb2.World) -> None:

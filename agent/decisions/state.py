@@ -441,7 +441,7 @@ class AgentState:
     # Seconds that the manifests being read took to save, by name.
     took_seconds: Mapping[str, float] = field(default_factory=dict)
     lease: int = 0
-    # The digests of the newest commit, and of the newest one that is on the disk.
+    # The digests of the newest commit, and of the one that this node has copied for people.
     head: str = ""
     latest: str = ""
     # The run has a committed checkpoint.

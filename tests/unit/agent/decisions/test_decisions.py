@@ -561,6 +561,24 @@ def test_only_rank_zeros_node_copies_the_head_for_people() -> None:
         assert len(agent.did(ev.WriteLatest)) == copies
 
 
+def test_whoever_comes_to_lead_copies_the_head_for_people() -> None:
+    """At a restart, and where the node that led was lost just behind a commit. The copy was one commit behind."""
+    head = control_pb2.Checkpoint(ref=control_pb2.CheckpointRef(name="step-4", digest="d4"))
+    began = Agent().registered()
+    began.directed(gather=control_pb2.Gather(round=1, resume=head.ref), head=head)
+    assert not began.did(ev.WriteLatest)
+    for _ in range(2):
+        began.directed(run=world(resume=4), head=head)
+    assert len(began.did(ev.WriteLatest)) == 1
+    follower = Agent().registered().running(rank=1)
+    follower.directed(run=world(rank=1), head=head)
+    follower.exits(1)
+    follower.hear(ev.WorkersStopped(1))
+    assert not follower.did(ev.WriteLatest)
+    follower.directed(run=world(epoch=2, resume=4), head=head)
+    assert len(follower.did(ev.WriteLatest)) == 1
+
+
 def test_a_failed_drain_save_is_reported_and_training_goes_on() -> None:
     """Nobody exits."""
     agent = Agent().registered().running()
