@@ -40,6 +40,7 @@ from ..storage.adoption import Origin
 from ..storage.save_dir import Adoption
 from ..workers.hub import HubKnowledge
 from ..workers.torch_versions import set_local_rank
+from ..workers.watchdogs import TorchWatchdogs
 from ..workers.worker_env import WorldPlace, place_of, prefixes, worker_environment
 from ..workers.worker_link import WorkerLink, to_worker
 from ..workers.workers import WorkersContext
@@ -117,6 +118,7 @@ class ElasticAgent(LocalElasticAgent):
         self._advised, self._prepared_for = set[str](), 0  # the epoch whose successors the standby workers are
         self._link = WorkerLink(self._worker_said)
         self._link.leave_to(lifeline)
+        self._watchdogs = TorchWatchdogs()
         self._adoption = Adoption(
             script.arguments,
             mailbox.put,
@@ -366,8 +368,7 @@ class ElasticAgent(LocalElasticAgent):
         self._starts += 1
         self._link.stand(self._effects.say)
         self._link.expect(world.epoch, place.first_rank, place.nproc)
-        self._setup_local_watchdog(envs=envs)
-        self._setup_healthcheck()
+        self._watchdogs.stand(self, envs)
         self._context = WorkersContext(
             spec.role,
             self._script,
