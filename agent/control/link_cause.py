@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -37,10 +38,11 @@ class LinkCause:
                 self._over.set()
                 self._over = None
             elif self._over is None and away:
-                over, before = threading.Event(), self._thread
-                self._over = over
-                self._thread = threading.Thread(target=self._look, args=(over, before), name="link-cause", daemon=True)
-                self._thread.start()
+                over = threading.Event()
+                thread = threading.Thread(target=self._look, args=(over, self._thread), name="link-cause", daemon=True)
+                with contextlib.suppress(RuntimeError):  # without room for a thread nothing is said
+                    thread.start()
+                    self._over, self._thread = over, thread
 
     def close(self) -> None:
         """Nobody is told any more."""

@@ -487,11 +487,11 @@ class ElasticAgent(LocalElasticAgent):
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
         """Ends everything, also the workers. torch's `run` calls it in any case; its versions differ in arguments."""
-        self._end_context()
-        if self._pool is not None:
-            self._pool.close()
-        super()._shutdown(signal.SIGKILL)
-        self._beside.close()
-        self._effects.close(_LAST_CALLS_SECONDS)
-        self._link.close()
-        self._lifeline.close()
+        pool = () if self._pool is None else (self._pool.close,)
+        workers, calls = partial(super()._shutdown, signal.SIGKILL), partial(self._effects.close, _LAST_CALLS_SECONDS)
+        steps: list[Callable[[], object]] = [self._end_context, *pool, workers, self._beside.close, calls]
+        for step in (*steps, self._link.close, self._lifeline.close):
+            try:
+                step()
+            except Exception:  # whatever it is, it costs the node neither the next steps nor its exit code
+                logger.exception("something went wrong at the agent's end")

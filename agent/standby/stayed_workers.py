@@ -122,4 +122,7 @@ def _leave(nursery: Nursery, worker: StandbyProcess) -> None:
         return
     timer = threading.Timer(_LEAVE_SECONDS, worker.discard)
     timer.daemon = True
-    timer.start()
+    try:
+        timer.start()
+    except RuntimeError:
+        worker.discard()  # nobody could end it later

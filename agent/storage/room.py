@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import threading
@@ -51,8 +52,9 @@ def prune_replaced(store: CheckpointStore, names: Iterable[str], ends: threading
 def give_back_spares(run_dir: Path) -> None:
     """Deletes the files that later saves would have written over, or leaves them if that takes too long."""
     thread = threading.Thread(target=clear_spares, args=[run_dir], name="storage-spares", daemon=True)
-    thread.start()
-    thread.join(GIVE_BACK_SECONDS)
+    with contextlib.suppress(RuntimeError):  # without room for a thread they are left
+        thread.start()
+        thread.join(GIVE_BACK_SECONDS)
 
 
 class RoomWatch:
@@ -82,7 +84,11 @@ class RoomWatch:
             self._directory, self._head = directory, head
             self._changed.notify()
         if first:
-            threading.Thread(target=self._watch, name="storage-room", daemon=True).start()
+            try:
+                threading.Thread(target=self._watch, name="storage-room", daemon=True).start()
+            except RuntimeError:  # the next commit may find room for a thread
+                with self._changed:
+                    self._head = None
 
     def close(self) -> None:
         with self._changed:

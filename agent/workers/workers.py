@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 
 from dalsegno.protos.room import ended_for_memory, oom_kills
-from dalsegno.protos.shortage import starting
+from dalsegno.protos.shortage import shortage, starting
 
 from ..processes.lifeline import Lifeline
 from ..processes.proc import descendants, kill_group, listeners, start_time
@@ -281,8 +281,14 @@ class WorkersContext(SubprocessContext):
 
         with self._lock:
             if self._output is None:
-                self._output = threading.Thread(target=end, name="end-output", daemon=True)
-                self._output.start()
+                output = threading.Thread(target=end, name="end-output", daemon=True)
+                try:
+                    output.start()
+                except RuntimeError as error:
+                    # Here it could take for ever, and all that is lost are last lines on the console.
+                    logger.warning("what copies files to the console is left as it is: %s", shortage(error) or error)
+                    return
+                self._output = output
         self._output.join(_OUTPUT_TIMEOUT_SECONDS)
 
     def _start(self) -> None:

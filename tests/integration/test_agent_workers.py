@@ -777,6 +777,23 @@ def test_the_end_of_a_worker_that_is_another_users_is_noticed(node: Node, monkey
         kill_group(os.getpid(), signal.SIGTERM)
 
 
+def test_workers_are_stopped_without_room_for_a_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It only ends what copies their files to the console; it cost the node its exit code."""
+    context = node.workers(Script("/bin/sh", ("-c", "sleep 1000")), 1, None)
+    context.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_room)
+        context.stop(0)
+    assert node.exits.get(timeout=60)[:2] == (0, -9)
+    assert context._output is None
+    context.stop(0)
+    assert context._output is not None
+
+
+def no_room(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 @pytest.mark.parametrize("where", ["lifeline.drop_group", "link.clean", "link.flush"])
 def test_the_exit_of_a_worker_is_reported_whatever_fails_behind_it(
     node: Node, monkeypatch: pytest.MonkeyPatch, where: str

@@ -69,3 +69,19 @@ def test_what_is_found_too_late_is_not_told() -> None:
     assert told.looks == 3
     cause.close()
     assert told.said.empty()
+
+
+def test_a_cause_is_looked_for_once_there_is_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who tells that the master is away goes on."""
+
+    def no_room(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    told = Told()
+    cause = LinkCause(told.hopeless, told.said.put, SOON)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_room)
+        cause.changed(up=False, refused=False)
+    cause.changed(up=False, refused=False)
+    assert told.said.get(timeout=LONG) == WRONG
+    cause.close()

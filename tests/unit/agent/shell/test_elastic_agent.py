@@ -43,3 +43,15 @@ def test_it_ends_with_every_version_of_torch(
     agent._shutdown(*given, **more)
     assert agent.killed_by == signal.SIGKILL  # type: ignore[attr-defined]
     assert all(getattr(agent, name).close.called for name in rest)
+
+
+def test_what_fails_at_the_end_costs_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room for a thread the first step failed, and the others were left out."""
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", MagicMock(side_effect=RuntimeError("can't start new thread")))
+    agent = object.__new__(ElasticAgent)
+    rest = ("_adoption", "_context", "_pool", "_beside", "_effects", "_link", "_lifeline")
+    for name in rest:
+        setattr(agent, name, MagicMock())
+        getattr(agent, name).close.side_effect = RuntimeError("can't start new thread")
+    agent._shutdown()
+    assert all(getattr(agent, name).close.called for name in rest if name != "_context")

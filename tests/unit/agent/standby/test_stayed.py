@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from unittest.mock import MagicMock
+
 import pytest
 
-from dalsegno.agent.standby.stayed_workers import fits
+from dalsegno.agent.standby.stayed_workers import StayedWorkers, fits
+from dalsegno.agent.standby.worker_main import Assignment
 from dalsegno.protos.contract import Variable
 
 
@@ -37,3 +41,16 @@ def test_a_process_fits_a_world_that_resumes_from_what_it_holds(
 
 def test_a_world_that_begins_anew_has_no_place() -> None:
     assert not fits(held("step-7.e1.1000", "d"), {})
+
+
+def test_a_process_that_nobody_could_end_later_ends_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room for a thread. It has no place, and is told to leave."""
+
+    def no_room(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_room)
+    stayed, worker = StayedWorkers(), MagicMock(returncode=None)
+    stayed.add(0, Assignment(["train.py"], False, {}, "/"), (MagicMock(), worker))
+    assert stayed.dismiss() == [worker]
+    assert worker.discard.called

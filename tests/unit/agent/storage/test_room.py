@@ -95,6 +95,24 @@ def test_each_commit_is_looked_at_once(
     assert nothing(told)
 
 
+def test_the_room_is_looked_at_once_there_is_some_for_a_thread(
+    watch: tuple[room.RoomWatch, Told, threading.Lock], disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who tells of a commit goes on, and so does the end of the agent."""
+
+    def no_room(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one, told, _ = watch
+    disk.free = GIB
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_room)
+        one.committed(tmp_path, head("a"))
+        room.give_back_spares(tmp_path)
+    one.committed(tmp_path, head("a"))
+    assert told.get(timeout=5) == GIB + 2 * GIB // 20 + 32 * MIB
+
+
 @pytest.mark.slow
 def test_a_disk_that_others_fill(
     disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
