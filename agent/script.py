@@ -208,7 +208,8 @@ def check_script(name: str, *, module: bool, no_python: bool) -> None:
         top = name.partition(".")[0]
         sys.path.insert(0, here)
         try:
-            if importlib.util.find_spec(top) is None:
+            # What runs already is none that a worker could run, and has no place to be found at.
+            if top in ("", "__main__") or importlib.util.find_spec(top) is None:
                 raise ScriptError(f"there is no module {top} (-m {name})")
         finally:
             sys.path.pop(0)

@@ -9,8 +9,10 @@ import json
 import os
 import pickletools
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from dalsegno.elastic.checkpoint.reading import open_regular
 
@@ -34,6 +36,8 @@ _KEYS = (
 )
 # What a scheduler counts, in its own file.
 _SCHEDULER_KEYS = ("_step_count", "last_epoch")
+# What reading a damaged archive raises. RuntimeError: a bit says that it is encrypted.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, RuntimeError, EOFError)
 _PUSHES_NOTHING = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"})
 
 
@@ -47,7 +51,7 @@ def was_ended(path: Path) -> bool | None:
         size = os.fstat(file.fileno()).st_size
         start = file.read(16)
         if path.suffix == ".safetensors":
-            return _safetensors_ends(start[:8], size, file.read(0) + _rest(file, start))
+            return _safetensors_ends(start[:8], size, _rest(file, start))
         if not size:
             return False if path.suffix in _NEVER_EMPTY else None
         if start.startswith(_OLD_TORCH):
@@ -75,15 +79,15 @@ def is_sound(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError):
+    except _DAMAGED:
         return False
 
 
-def _rest(file: object, start: bytes) -> bytes:
+def _rest(file: BinaryIO, start: bytes) -> bytes:
     length = int.from_bytes(start[:8], "little")
     if length > _MAX_HEADER_BYTES:
         return b""
-    return (start[8:] + file.read(max(0, length - len(start[8:]))))[:length]  # type: ignore[attr-defined,no-any-return]
+    return (start[8:] + file.read(max(0, length - len(start[8:]))))[:length]
 
 
 def _safetensors_ends(length: bytes, size: int, header: bytes) -> bool:
@@ -126,7 +130,7 @@ def _numbers_in(path: Path) -> dict[str, int]:
             if len(names) != 1 or archive.getinfo(names[0]).file_size > _MAX_PICKLE_BYTES:
                 return {}
             text = archive.read(names[0])
-    except (zipfile.BadZipFile, ValueError, KeyError, NotImplementedError, RuntimeError, EOFError):
+    except (*_DAMAGED, KeyError):
         return {}
     found: dict[str, int] = {}
     try:

@@ -79,14 +79,14 @@ def _is_still(root: Path, noted: FileState) -> bool:
         return False
     try:
         return state_of(root, [noted.name]) == (noted,)
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # no file can have that name
         return False
 
 
 def _noted(root: Path) -> dict[str, FileState]:
     """The last note of each file."""
     try:
-        text = (root / _NOTES).read_text(encoding="utf-8")
+        text = (root / _NOTES).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return {}
     found = {}

@@ -263,6 +263,13 @@ def test_what_is_no_python_is_refused_before_a_worker_is_started(
     check_script("bad.py", module=False, no_python=False)
 
 
+@pytest.mark.parametrize("name", ["__main__", ".train"])
+def test_a_name_of_no_module_is_refused_in_one_line(name: str) -> None:
+    """Both were tracebacks."""
+    with pytest.raises(ScriptError, match=rf"^there is no module .*\(-m {name}\)$"):
+        check_script(name, module=True, no_python=False)
+
+
 @pytest.mark.parametrize(
     "text",
     [

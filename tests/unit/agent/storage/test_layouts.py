@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import struct
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 
 from dalsegno.agent.storage import foreign
 from dalsegno.agent.storage.foreign import TooMany, survey
-from dalsegno.agent.storage.headers import number_in, was_ended
+from dalsegno.agent.storage.headers import is_sound, number_in, was_ended
 from dalsegno.agent.storage.layouts import Complete, complete, number_of_unit
 from dalsegno.elastic.checkpoint import CheckpointDamaged
 from tests.unit.agent.storage.test_adoption import ZERO_1, states
@@ -260,3 +262,15 @@ def test_deepspeed_without_zero_is_complete_when_latest_says_so(tmp_path: Path) 
     assert whole(tmp_path)[0][:3] == ("global_step20", 20, "deepspeed")
     os.utime(tmp_path / "latest", (1, 1))
     assert whole(tmp_path) == [], "it was empty before"
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 8, b"\0" * 40])
+def test_an_archive_whose_middle_is_missing_is_not_sound(tmp_path: Path, damage: bytes) -> None:
+    """What is compressed cannot be read at all then."""
+    path = tmp_path / "model.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data.pkl", random.Random(1).randbytes(5000).hex())
+    with open(path, "r+b") as file:
+        file.seek(30 + len("data.pkl"))  # behind the header of its only file
+        file.write(damage)
+    assert is_sound(path) is not bool(damage)

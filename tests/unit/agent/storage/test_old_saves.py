@@ -122,3 +122,15 @@ def test_the_newest_of_each_series_stays(tmp_path: Path) -> None:
     assert sorted(old_saves.remove(tmp_path, 4, 1)) == ["e1/last.pt", "e1/step_1.pt", "e2/last.pt"]
     assert (tmp_path / "e1" / "best.pt").exists()
     assert old_saves.remove(tmp_path, 9, 1) == []
+
+
+def test_notes_that_a_power_cut_has_damaged_end_nothing(tmp_path: Path) -> None:
+    """What they name otherwise stays, and the rest goes: whoever looks at the script's saves ended of them."""
+    for epoch in (1, 2):
+        root = tmp_path / f"e{epoch}"
+        root.mkdir()
+        (root / "step_1.pt").write_bytes(b"x")
+        old_saves.note(root, state_of(root, ["step_1.pt"]))
+    with open(tmp_path / "e1" / old_saves._NOTES, "ab") as notes:
+        notes.write(b'\xff\xfe\n["a\\u0000b", 1, 2, 3]\n["step_2')
+    assert old_saves.remove(tmp_path, 3, 1) == ["e1/step_1.pt"]
