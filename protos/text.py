@@ -7,7 +7,17 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ("LONGEST_NAME", "few", "megabytes", "name_problem", "object_in", "one_line", "same_failure", "text_problem")
+__all__ = (
+    "LONGEST_NAME",
+    "few",
+    "is_component",
+    "megabytes",
+    "name_problem",
+    "object_in",
+    "one_line",
+    "same_failure",
+    "text_problem",
+)
 
 # Characters of a line. A longer reason helps nobody; a traceback's last line fits.
 LONGEST_LINE = 1000
@@ -83,6 +93,11 @@ def text_problem(value: str | bytes, longest: int = LONGEST_NAME) -> str:
     if isinstance(value, str) and not value.isprintable():
         return f"is {one_line(value)!r}: it has characters that cannot be printed"
     return ""
+
+
+def is_component(text: str) -> bool:
+    """Whether a text is one component of a path, as the ids of jobs and runs are."""
+    return text not in ("", ".", "..") and "/" not in text and "\0" not in text
 
 
 def name_problem(value: str) -> str:

@@ -467,6 +467,10 @@ class AgentState:
         other.place, other.leave, other.memory = copy.copy(self.place), copy.copy(self.leave), copy.copy(self.memory)
         return other
 
+    def where(self, job_id: str) -> str:
+        """The present `job/node/epoch/step`, for the log."""
+        return f"{job_id}/{self.node or '-'}/{self.started}/{self.epoch.step}"
+
     @property
     def leaving(self) -> bool:
         """Whether a notice has come."""

@@ -11,7 +11,7 @@ import grpc
 
 from dalsegno.elastic.checkpoint import CheckpointName
 from dalsegno.protos import peer_pb2
-from dalsegno.protos.text import one_line
+from dalsegno.protos.text import is_component, one_line
 
 from .incoming import PartRefusedError
 
@@ -81,7 +81,7 @@ class Fence:
         except ValueError as error:
             raise PartRefusedError(grpc.StatusCode.INVALID_ARGUMENT, one_line(str(error))) from error
         run_id = header.run_id
-        if not run_id or run_id in (".", "..") or "/" in run_id or "\0" in run_id:
+        if not is_component(run_id):
             raise PartRefusedError(grpc.StatusCode.INVALID_ARGUMENT, f"not a run id: {one_line(repr(run_id), 100)}")
         if name.epoch != header.epoch or name.lease is not None:
             raise PartRefusedError(

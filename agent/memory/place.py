@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dalsegno.protos.text import is_component
+
 from ..processes.mounts import file_system_of
 
 __all__ = ["Leftover", "MemoryPlace", "NoMemoryError", "default_root", "remove_leftovers"]
@@ -100,7 +102,7 @@ class MemoryPlace:
     """
 
     def __init__(self, root: Path, job_id: str) -> None:
-        if not job_id or job_id in (".", "..") or "/" in job_id:
+        if not is_component(job_id):
             raise NoMemoryError(f"{job_id!r} is no name of a directory: give another --job-id")
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -127,7 +129,7 @@ class MemoryPlace:
         Raises:
             ValueError: `run_id` is not one path component.
         """
-        if not run_id or run_id in (".", "..") or "/" in run_id or "\0" in run_id:
+        if not is_component(run_id):
             raise ValueError(f"not a run id: {run_id!r}")
         return self.path / run_id
 

@@ -169,8 +169,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def where(self) -> str:
         """The present `job/node/epoch/step`, for the log."""
-        state = self._state
-        return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.epoch.step}"
+        return self._state.where(self._config.job_id)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 

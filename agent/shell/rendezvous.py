@@ -258,8 +258,7 @@ class Rendezvous(RendezvousHandler):
         return True
 
     def _where(self) -> str:
-        state = self._state
-        return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.epoch.step}"
+        return self._state.where(self._config.job_id)
 
     # ---- the thread that decides ------------------------------------------------------------------------------------
 

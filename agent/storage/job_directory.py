@@ -33,7 +33,7 @@ from dalsegno.elastic.checkpoint.spares import clear_spares, spare_bytes
 from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_FINISHED_RUNS
 from dalsegno.protos.shortage import shortage
-from dalsegno.protos.text import one_line
+from dalsegno.protos.text import is_component, one_line
 
 from ..decisions.events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
 from .complaint import Complaint, unwritable
@@ -89,7 +89,7 @@ class JobDirectory:
         Raises:
             ValueError: `run_id` is not one path component.
         """
-        if not run_id or run_id in (".", "..") or "/" in run_id:
+        if not is_component(run_id):
             raise ValueError(f"not a run id: {run_id!r}")
         return self.runs / run_id
 

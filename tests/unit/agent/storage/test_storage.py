@@ -129,8 +129,9 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="--checkpoint-dir"):
         JobDirectory(tmp_path / "file", "job").prepare()
-    with pytest.raises(ValueError, match="run id"):
-        JobDirectory(tmp_path, "job").run("../other")
+    for name in ("../other", "", ".", "..", "a\0b"):
+        with pytest.raises(ValueError, match="run id"):
+            JobDirectory(tmp_path, "job").run(name)
 
 
 def test_a_survey_sees_sealed_checkpoints_of_unfinished_runs(directory: JobDirectory) -> None:
