@@ -411,14 +411,17 @@ class ElasticAgent(LocalElasticAgent):
 
     def _exited(self, epoch: int, start: int, first_rank: int) -> Callable[..., None]:
         def exited(rank: int, code: int, message: str, had_stayed: bool = False) -> None:
-            if code == 0:
-                self._mailbox.put(ev.EndedWell(epoch, first_rank + rank))
-                with said_while_slow(self._effects.say, "waiting until what the script saved last is the run's"):
-                    self._beside.settle()
-                    self._adoption.settle()
-            if (step := self._link.last_step(epoch, first_rank + rank)) is not None:
-                self._mailbox.put(ev.StepsCounted(epoch, step))
-            self._mailbox.put(_Exited(epoch, rank, code, message, bool(tells_of_a_peer(message)), had_stayed, start))
+            try:
+                if code == 0:
+                    self._mailbox.put(ev.EndedWell(epoch, first_rank + rank))
+                    with said_while_slow(self._effects.say, "waiting until what the script saved last is the run's"):
+                        self._beside.settle()
+                        self._adoption.settle()
+            finally:
+                if (step := self._link.last_step(epoch, first_rank + rank)) is not None:
+                    self._mailbox.put(ev.StepsCounted(epoch, step))
+                peer = bool(tells_of_a_peer(message))
+                self._mailbox.put(_Exited(epoch, rank, code, message, peer, had_stayed, start))
 
         return exited
 

@@ -363,7 +363,8 @@ class WorkersContext(SubprocessContext):
         ended.set()
         with self._going_on(rank):
             code, reason = self._how_ended(rank, process, code, reason)
-        self._on_exit(rank, code, reason, isinstance(process, StandbyProcess) and bool(process.holds))
+        with self._going_on(rank):
+            self._on_exit(rank, code, reason, isinstance(process, StandbyProcess) and bool(process.holds))
 
     @contextlib.contextmanager
     def _going_on(self, rank: int) -> Iterator[None]:

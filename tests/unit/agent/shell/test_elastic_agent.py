@@ -9,7 +9,9 @@ from unittest.mock import MagicMock
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
+from dalsegno.agent.shell.mailbox import Mailbox
 
 # Of torch 2.11 and older at the end and on a signal; of later ones.
 CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -43,6 +45,21 @@ def test_it_ends_with_every_version_of_torch(
     agent._shutdown(*given, **more)
     assert agent.killed_by == signal.SIGKILL  # type: ignore[attr-defined]
     assert all(getattr(agent, name).close.called for name in rest)
+
+
+def test_an_exit_is_told_whatever_becomes_of_what_was_saved_last() -> None:
+    """The decisions waited for it for ever."""
+    agent = object.__new__(ElasticAgent)
+    agent._mailbox = Mailbox()
+    for name in ("_effects", "_beside", "_adoption", "_link"):
+        setattr(agent, name, MagicMock())
+    agent._link.last_step.return_value = 7  # type: ignore[attr-defined]
+    agent._beside.settle.side_effect = MemoryError  # type: ignore[attr-defined]
+    with pytest.raises(MemoryError):
+        agent._exited(2, 1, 3)(0, 0, "")
+    told = [agent._mailbox.get(0.1) for _ in range(3)]
+    assert told[:2] == [ev.EndedWell(2, 3), ev.StepsCounted(2, 7)]
+    assert isinstance(told[2], ev.WorkerExited)
 
 
 def test_what_fails_at_the_end_costs_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
