@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import Message
 
+from dalsegno.agent.control.client_threads import Outbox, WaitingCall
 from dalsegno.agent.decisions import events as ev
 from dalsegno.protos import control_pb2
 
@@ -32,7 +32,7 @@ class Client:
         self.network = agent.sim.network
         self.clock = agent.sim.clock
         self.secret = agent.label.encode().rjust(16)
-        self.queue: deque[tuple[str, Message]] = deque()
+        self.queue = Outbox()
         self.progress: control_pb2.ProgressRequest | None = None
         self.incarnation = ""
         self.node = ""
@@ -44,8 +44,6 @@ class Client:
         self.heard_at: float | None = None
         self.stream: Stream | None = None
         self._sending: Attempt | None = None
-        # What may have come to the master, also without an answer.
-        self._tried: Message | None = None
         self._beating: Attempt | None = None
         self._backoff = 0.05
         self._pump_timer: Timer | None = None
@@ -56,11 +54,13 @@ class Client:
 
     def register(self, request: control_pb2.RegisterRequest) -> None:
         self.registered = False
+        if request.incarnation != self.incarnation:
+            self.queue.forget()
         self.incarnation = request.incarnation
         self.request = 0
         self.progress = None
         self.queue.clear()
-        self.queue.append(("Register", request))
+        self.queue.put("Register", request, 0)
         self._drop_attempts()
         if self.stream is not None:
             self.network.hang_up(self.stream)
@@ -74,15 +74,12 @@ class Client:
             self.progress = request
             self._schedule_beat(max(0.0, self._progress_at - self.clock.now))
             return
-        if isinstance(request, control_pb2.HeldRequest):
-            for place, (_, older) in enumerate(self.queue):
-                if is_of_same_step(older, request) and older is not self._tried:
-                    self._fill(caller, older.caller.request)  # type: ignore[attr-defined]
-                    self.queue[place] = (method, request)
-                    return
+        if self.queue.renew(request):
+            self._fill(caller, caller.request)
+            return
         self.request += 1
         self._fill(caller, self.request)
-        self.queue.append((method, request))
+        self.queue.put(method, request, 0)
         self.pump()
 
     def close(self) -> None:
@@ -115,10 +112,10 @@ class Client:
             self._pump_timer = None
         if self._sending is None and self.queue:
             entry = self.queue[0]
-            self._tried = entry[1]
+            entry.tried = True
             self._sending = self.network.send(
                 self,
-                entry[1],
+                entry.request,
                 CALL_TIMEOUT_SECONDS,
                 lambda code, detail, reply: self._settled(entry, code, detail, reply),
             )
@@ -130,9 +127,9 @@ class Client:
             )
             self._backoff = min(1.0, 2 * self._backoff)
 
-    def _settled(self, entry: tuple[str, Message], code: str, detail: str, reply: Message | None) -> None:
+    def _settled(self, entry: WaitingCall, code: str, detail: str, reply: Message | None) -> None:
         self._sending = None
-        if code == "ABORTED" and entry[0] == "Register":
+        if code == "ABORTED" and entry.method == "Register":
             self.agent.deliver(ev.Postponed(detail))
             self._again()
             return
@@ -154,12 +151,12 @@ class Client:
             self._watch()
             self.agent.deliver(ev.Registered(self.incarnation, reply))
         elif code != "OK":
-            if entry[0] == "Register":
+            if entry.method == "Register":
                 self.agent.deliver(ev.Refused(code, detail))
             else:
-                self.agent.deliver(ev.CallFailed(entry[0], code, detail))
-        elif isinstance(entry[1], control_pb2.HeldRequest) and isinstance(reply, control_pb2.Ack):
-            self.agent.deliver(ev.Replication(entry[1].checkpoint.ref.digest, reply.generation, reply.replication))
+                self.agent.deliver(ev.CallFailed(entry.method, code, detail))
+        elif isinstance(entry.request, control_pb2.HeldRequest) and isinstance(reply, control_pb2.Ack):
+            self.agent.deliver(ev.Replication(entry.request.checkpoint.ref.digest, reply.generation, reply.replication))
         self.pump()
 
     # ---- the pulse --------------------------------------------------------------------------------------------------
@@ -251,9 +248,3 @@ class Client:
             stream, self.stream = self.stream, None
             self.network.hang_up(stream)
             self.clock.after(self.network.random.uniform(0.05, 0.5), self.agent.run, self._watch)
-
-
-def is_of_same_step(waiting: Message, request: control_pb2.HeldRequest) -> bool:
-    """Whether what waits tells of the same step in memory."""
-    digest = request.checkpoint.ref.digest
-    return isinstance(waiting, control_pb2.HeldRequest) and waiting.checkpoint.ref.digest == digest
