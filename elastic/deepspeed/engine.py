@@ -48,10 +48,9 @@ from ..universal.source import open_source
 from ..universal.values import ShardedValues, UniversalValues, Values
 from .beside import PARTS
 from .checks import can_reshard, tell, why_not_reshard
+from .copies import load_parameters, load_whole_model
 from .loading import (
     check_groups,
-    load_parameters,
-    load_whole_model,
     model_states_once,
     own_loading,
     repair_groups,
@@ -253,7 +252,7 @@ def load_weights(engine: Any, directory: Path, *, optimizers: bool = False) -> N
             raise RuntimeError(f"the weights of {saved} cannot be read: {error}") from error
         with form.source:
             load_parameters(engine, ShardedValues(form), optimizers=optimizers)
-        restore_unpartitioned(engine, saved)
+        restore_unpartitioned(engine, saved, optimizers=optimizers)
 
 
 def loads_by_values(resume: Resume) -> bool:

@@ -18,12 +18,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.utils import safe_set_local_fp32_param
-from torch import Tensor, nn
+from torch import Tensor
 
 from dalsegno.protos.reads import slot
 from dalsegno.protos.text import few
@@ -35,6 +33,7 @@ from ..universal.loading import load
 from ..universal.shards import FP32
 from ..universal.source import ADAM_STATES
 from ..universal.values import STEP, Values
+from .copies import copy_whole
 from .model_states import ModelStates, unpartitioned
 from .view import COMMON, NESTED, ZERO, model_states_file
 from .weights import weights_from_file
@@ -340,40 +339,6 @@ def _load_fragment(parameter: Any, values: Values, name: str, state: Mapping[str
         values.read(name, key, source.start, own)
 
 
-def load_parameters(engine: Any, values: Values, *, optimizers: bool = False) -> None:
-    """Copies the weights of all parameters that have values. Collective at stage 3.
-
-    Args:
-        optimizers: Also into the optimizer's own copies.
-    """
-    with torch.no_grad():
-        for name, parameter in engine.module.named_parameters():
-            if parameter.requires_grad and FP32 in values.states(name):
-                shape = getattr(parameter, "ds_shape", parameter.shape)
-                whole = torch.empty(values.size(name), dtype=values.dtype(name, FP32), device="cpu")
-                values.read(name, FP32, 0, whole)
-                _copy(parameter, whole.reshape(shape))
-                if optimizers:
-                    _copy_to_optimizer(parameter, whole)
-
-
-def _copy_to_optimizer(parameter: Any, whole: Tensor) -> None:
-    """This rank's part of a weight, as exact as it was saved."""
-    if not hasattr(parameter, "ds_id"):
-        if parameter._hp_mapping is not None:
-            parameter.set_full_hp_param(whole)
-        return
-    # DeepSpeed's way for whole values does not know that the last rank's part is padded.
-    size = parameter.ds_tensor.numel()
-    own = whole[dist.get_rank(parameter.ds_process_group) * size :][:size]
-    safe_set_local_fp32_param(parameter, nn.functional.pad(own, (0, size - own.numel())))
-
-
-def load_whole_model(engine: Any, directory: Path) -> None:
-    """Copies the weights that stage 0 saves as they are."""
-    engine.module.load_state_dict(load(model_states_file(directory), mmap=True)["module"], strict=False)
-
-
 def torch_optimizer(engine: Any) -> Any:
     """The client's optimizer below DeepSpeed's wrappers."""
     optimizer = engine.optimizer
@@ -406,8 +371,11 @@ def separate_steps(engine: Any) -> None:
             state["step"] = own.to(parameter.device, torch.float32) if on_card else own
 
 
-def restore_unpartitioned(engine: Any, directory: Path) -> None:
-    """Copies what no optimizer knows from the model states: buffers, frozen and other parameters. Collective.
+def restore_unpartitioned(engine: Any, directory: Path, *, optimizers: bool = False) -> None:
+    """Copies what no optimizer knew from the model states: buffers, frozen and other parameters. Collective.
+
+    Args:
+        optimizers: Also into the optimizer's own copies, as it may be another one, which knows them.
 
     Raises:
         RuntimeError: The checkpoint has a parameter or a buffer that the model lacks. Or it lacks a parameter that is
@@ -429,9 +397,9 @@ def restore_unpartitioned(engine: Any, directory: Path) -> None:
                 continue
             value = unpartitioned(name, shape, states)
             if value is not None:
-                _copy(parameter, value)
+                copy_whole(parameter, value, optimizers=optimizers)
             elif parameter.requires_grad:
-                raise RuntimeError(f"{name} requires gradients, and no optimizer knows it: the checkpoint has no value")
+                raise RuntimeError(f"{name} requires gradients, and no optimizer knew it: the checkpoint has no value")
 
 
 @torch.no_grad()
@@ -477,13 +445,3 @@ def check_groups(engine: Any, directory: Path) -> None:
     # Another model is detected when it is loaded, with a better message.
     if set(saved) <= {name for name, _ in engine.module.named_parameters()} and set(here) <= frozen.union(saved):
         check_parameters(saved, here)
-
-
-def _copy(parameter: Any, value: Tensor) -> None:
-    if not hasattr(parameter, "ds_id"):
-        parameter.copy_(value)
-        return
-    # Of the ranks that share it, the first one's copy is the one that is partitioned anew.
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-        if dist.get_rank(parameter.ds_process_group) == 0:
-            parameter.copy_(value)

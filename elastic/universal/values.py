@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -184,6 +184,11 @@ class ShardedValues:
 
     def __init__(self, form: Form) -> None:
         self._form, self._source = form, form.source
+
+    @property
+    def names(self) -> Collection[str]:
+        """All parameters that the optimizer knew."""
+        return self._source.parameters.keys()
 
     def states(self, name: str) -> frozenset[str]:
         if name not in self._source.parameters:

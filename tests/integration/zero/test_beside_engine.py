@@ -89,3 +89,29 @@ def test_parts_follow_the_engine(tmp_path: Path, stage: int, monkeypatch: pytest
     (tmp_path / "whole").mkdir()
     undisturbed = whole.start(2, "adamw", 8)["losses"]
     assert [*first["losses"], *second["losses"], *third["losses"]] == pytest.approx(undisturbed, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "before", "after"),
+    [
+        (1, "", "frozen"),
+        (3, "", "frozen"),
+        *(
+            pytest.param(stage, before, after, marks=pytest.mark.full)
+            for stage in (0, 1, 2, 3)
+            for before, after in (("", "frozen"), ("frozen", ""), ("", "left"))
+            if (stage, after) not in ((1, "frozen"), (3, "frozen"))
+        ),
+    ],
+)
+def test_weights_go_on_whichever_are_trained_now(
+    tmp_path: Path, stage: int, before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a layer that is frozen from now on, or trained from now on, or no optimizer's."""
+    runs = Runs(tmp_path, stage)
+    monkeypatch.setenv("BESIDE_FIRST", before)
+    first = runs.start(2, "adamw", 4)
+    monkeypatch.setenv("BESIDE_FIRST", after)
+    monkeypatch.setenv("BESIDE_SEED", "4")
+    second = runs.start(3, "sgd", 4 if after == "left" else 6, alone=True)
+    assert second["began"]["weights"] == first["ended"]["weights"]

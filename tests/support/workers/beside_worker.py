@@ -1,7 +1,8 @@
 """A DeepSpeed loop with a part beside the engine, which may take another optimizer along. Ranks of torchrun's world.
 
 ``argv``: the stage, the optimizer, the step to end at, whether only weights count (0 or 1), bf16 (0 or 1), where the
-checkpoints are, and where each rank writes ``result-<rank>.json``.
+checkpoints are, and where each rank writes ``result-<rank>.json``. ``BESIDE_SEED``: of the script's first weights;
+``BESIDE_FIRST``: its first layer is ``frozen``, or ``left`` out of the optimizer, or ``renamed``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from torch import Tensor, nn
 from dalsegno.elastic import session
 
 OPTIMIZERS = {
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-2),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-2, momentum=0.9),
 }
 
 
@@ -45,9 +47,24 @@ def weights(engine: Any) -> dict[str, list[float]]:
     """All weights as the optimizer has them; where it has no copy of its own, as the model has them."""
     found = {}
     for name, parameter in engine.module.named_parameters():
-        own = safe_get_full_fp32_param(parameter)
-        found[name] = (parameter if own is None else own).detach().float().flatten().tolist()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            whole = parameter.detach().clone()
+        stage_3 = getattr(parameter, "_z3_optimizer", None)
+        unknown = stage_3 is not None and stage_3.get_param_id(parameter) not in stage_3.grad_position
+        own = None if unknown else safe_get_full_fp32_param(parameter)
+        found[name] = (whole if own is None else own).detach().float().flatten().tolist()
+        assert own is None or torch.equal(own.to(whole.dtype), whole), f"{name}: the model's and the optimizer's part"
     return found
+
+
+def make_model() -> nn.Module:
+    first, others = nn.Linear(7, 5), [nn.Tanh(), nn.Linear(5, 7)]
+    if os.environ.get("BESIDE_FIRST") == "frozen":
+        first.requires_grad_(False)
+    layers = [first, *others]
+    if os.environ.get("BESIDE_FIRST") == "renamed":
+        return nn.Sequential(OrderedDict(zip(("one", "two", "three"), layers, strict=True)))
+    return nn.Sequential(*layers)
 
 
 def main() -> None:
@@ -62,9 +79,11 @@ def main() -> None:
         "bf16": {"enabled": half == "1"},
     }
     config = s.deepspeed_config(config, data)
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
-    engine, *_ = deepspeed.initialize(model=model, optimizer=OPTIMIZERS[optimizer](model), config=config)
+    torch.manual_seed(int(os.environ.get("BESIDE_SEED", "3")))
+    model = make_model()
+    left = os.environ.get("BESIDE_FIRST") == "left"
+    trained = [weight for name, weight in model.named_parameters() if not (left and name.startswith("0."))]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=OPTIMIZERS[optimizer](trained), config=config)
     average = Average()
     name = os.environ.get("BESIDE_NAME", "average")
     state = s.engine(engine, weights_only=alone == "1", **{name: average})
