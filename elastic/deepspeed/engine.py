@@ -187,6 +187,9 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_sc
         raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
     mark("built")
     with _loading(resume) as files, _only_what_is_safe(files.path), each_once(), paused():
+        with refused_together(), _unless_damaged(resume):
+            if not isinstance(engine.module, PipelineModule):
+                check_groups(engine, engine_directory(files.path))
         state = _load(engine, files, strict)
     mark("loaded")
     if not other_schedule:
@@ -216,6 +219,11 @@ def restore_weights(engine: Any, resume: Resume) -> None:
 def _loading(resume: Resume) -> AbstractContextManager[Resume]:
     """A session's resume point may be read while it is verified."""
     return resume.loading() if isinstance(resume, ResumePoint) else nullcontext(resume)
+
+
+def _unless_damaged(resume: Resume) -> AbstractContextManager[None]:
+    """Refused is what sound files say, and not what a flipped bit of a resume point has made of them."""
+    return resume.unless_damaged() if isinstance(resume, ResumePoint) else nullcontext()
 
 
 def _check(engine: Any, resume: Resume) -> None:
@@ -263,9 +271,6 @@ def loads_by_values(resume: Resume) -> bool:
 def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
     saved = engine_directory(resume.path)
     directory = saved if resume.universal is None else resume.universal
-    with refused_together():
-        if not isinstance(engine.module, PipelineModule):
-            check_groups(engine, saved)
     with _opened(resume, saved, int(engine.zero_optimization_stage())) as (view, values):
         with model_states_once(engine), nullcontext() if values is None else own_loading(engine, values, view):
             loaded, client_state = engine.load_checkpoint(

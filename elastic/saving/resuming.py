@@ -37,7 +37,8 @@ from ..checkpoint.reading import NotRegular
 from ..rank import rng
 from ..rank.collective import Collective
 from ..rank.identity import Identity, ResumeOrder
-from .verification import JointVerification, Note
+from ..rank.meetings import may_be_a_peers
+from .verification import JointVerification, NobodyTold, Note
 
 log = logging.getLogger(__name__)
 
@@ -113,12 +114,27 @@ class ResumePoint:
         """
         if not (self.in_memory and self.universal_at is None and self._is_there_whole()):
             self.wait()
-        try:
+        with self.unless_damaged():
             yield replace(self, verification=None)
-        except Exception:
-            self.wait()
-            raise
         self.wait()
+
+    @contextmanager
+    def unless_damaged(self) -> Iterator[None]:
+        """Inside `loading`, for a part whose errors others hear before that can wait.
+
+        Raises:
+            BadResumePoint, OSError: See `wait`. In place of an error of this block, which then says nothing.
+        """
+        try:
+            yield
+        except Exception as error:
+            try:
+                self.wait()
+            except NobodyTold:
+                # Who lost the store may have lost a peer. Anything else may be damage that nobody was told of.
+                if not may_be_a_peers(error):
+                    raise
+            raise
 
     def _is_there_whole(self) -> bool:
         """Whether its files, as far as they are here, are as long as they should be."""

@@ -19,7 +19,7 @@ from dalsegno.protos import trace
 
 from ..rank.board import Board, CalledOff
 
-__all__ = ["JointVerification", "Note"]
+__all__ = ["JointVerification", "NobodyTold", "Note"]
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,10 @@ _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.0005, 0.05
 _END_SECONDS = 5.0
 # What has not ended in this process.
 _under_way: weakref.WeakSet[JointVerification] = weakref.WeakSet()
+
+
+class NobodyTold(OSError):
+    """The ranks could not tell each other what they have verified, which says nothing of the files."""
 
 
 class JointVerification:
@@ -77,7 +81,7 @@ class JointVerification:
         A peer that ends meanwhile may never say anything: then whoever watches over the ranks ends this one, too.
 
         Raises:
-            OSError: It was ended, or the world's store could not be reached.
+            NobodyTold: It was ended, or the world's store could not be reached.
             RuntimeError: The world's store is gone, which is torch's error.
         """
         if os.getpid() != self._process and not self._over.is_set():
@@ -86,7 +90,7 @@ class JointVerification:
         if isinstance(self._error, CalledOff) or type(self._error) is RuntimeError:
             # A RuntimeError is what frameworks raise that reject a state.
             text = f"the ranks could not tell each other what they have verified: {self._error}"
-            raise OSError(text) from self._error
+            raise NobodyTold(text) from self._error
         if self._error is not None:
             raise self._error
         self._judge(self._notes)

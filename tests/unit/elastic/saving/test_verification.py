@@ -22,7 +22,7 @@ from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.exchange import Exchange
 from dalsegno.elastic.rank.identity import ResumeOrder
 from dalsegno.elastic.saving.resuming import Damaged, Judge, ResumePoint, Work, handed_out
-from dalsegno.elastic.saving.verification import JointVerification, Note
+from dalsegno.elastic.saving.verification import JointVerification, NobodyTold, Note
 from tests.support.workers.threads import Threads, together
 from tests.unit.elastic.saving.test_resuming import write
 
@@ -240,6 +240,26 @@ def test_memory_is_read_beside_its_verification(
         assert load() == "loaded"
     assert verified == [beside]
     assert reads.is_set() is (beside or not broken)
+
+
+def test_a_lost_store_does_not_hide_why_a_load_failed(tmp_path: Path) -> None:
+    """The host of the store took a rank with it, for which the others' loads wait: that error names a lost peer."""
+    source = write(tmp_path, CheckpointName(4, 2, 1), shape=Shape(1, "ddp", True))
+    point = handed_out(ResumeOrder(source.ref, SHARDED, None), tmp_path, Solo(), verify=False)
+    assert isinstance(point, ResumePoint)
+
+    class Gone(Board):
+        def say(self, key: str, value: Any) -> None:
+            raise RuntimeError("the store is gone")
+
+    verification = JointVerification(Gone(LocalStore()), 1, 2, sound, lambda notes: None, judge)
+    point = dataclasses.replace(point, verification=verification, in_memory=True)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"), point.loading():
+        raise RuntimeError("Connection closed by peer")
+    with pytest.raises(NobodyTold, match="could not tell each other"), point.loading():
+        raise ValueError("another model")
+    with pytest.raises(NobodyTold, match="could not tell each other"), point.loading():
+        pass
 
 
 def test_no_step_begins_before_all_is_sound(tmp_path: Path) -> None:
