@@ -71,8 +71,32 @@ def load_parameters(engine: Any, values: ShardedValues, *, optimizers: bool = Fa
 
 
 def load_whole_model(engine: Any, directory: Path) -> None:
-    """Copies the weights that stage 0 saves as they are."""
-    engine.module.load_state_dict(load(model_states_file(directory), mmap=True)["module"], strict=False)
+    """Copies the weights that stage 0 saves as they are. A compiled model has the names of the script's own.
+
+    Raises:
+        ValueError: They are another model's.
+    """
+    model = unwrapped(engine.module)
+    wanted = model.state_dict()
+    weights = without_prefixes(load(model_states_file(directory), mmap=True)["module"], wanted)
+    check_names(model, weights, wanted)
+    try:
+        model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:  # of a shape
+        raise ValueError(f"{directory.name} is of another model: {error}") from error
 
 
-__all__ = ("copy_whole", "load_parameters", "load_whole_model")
+def check_names(model: nn.Module, saved: Collection[str], wanted: Collection[str]) -> None:
+    """Checks that weights are a model's, of which frozen ones may have been left out as they were saved.
+
+    Args:
+        wanted: Names in the model's ``state_dict()``.
+
+    Raises:
+        ValueError: They are not.
+    """
+    frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    check_same_names(saved, [name for name in wanted if name in saved or name not in frozen])
+
+
+__all__ = ("check_names", "copy_whole", "load_parameters", "load_whole_model")

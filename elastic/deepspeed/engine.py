@@ -48,7 +48,7 @@ from ..universal.source import open_source
 from ..universal.values import ShardedValues, UniversalValues, Values
 from .beside import PARTS
 from .checks import can_reshard, tell, why_not_reshard
-from .copies import load_parameters, load_whole_model
+from .copies import check_names, load_parameters, load_whole_model
 from .loading import (
     check_groups,
     model_states_once,
@@ -201,7 +201,7 @@ def restore_weights(engine: Any, resume: Resume) -> None:
     """Loads only the weights of the resume point, exactly, into an engine that is to train them anew. Collective.
 
     Raises:
-        ValueError: The engine was not configured for this resume point. On all ranks.
+        ValueError: The engine was not configured for this resume point, or has another model. On all ranks.
         RuntimeError: A weight is missing, cannot be read, or is on a disk of the optimizer's own (NVMe).
         OSError: A file cannot be read.
     """
@@ -243,6 +243,7 @@ def load_weights(engine: Any, directory: Path, *, optimizers: bool = False) -> N
         optimizers: Also change the optimizer's own copy of the weights; at the end of a training nobody needs it.
 
     Raises:
+        ValueError: It is of another model. Frozen parameters that were left out of it stay as they are.
         RuntimeError: It has no values for one of the model's parameters, or cannot be read.
         OSError: The file system says no.
     """
@@ -259,7 +260,9 @@ def load_weights(engine: Any, directory: Path, *, optimizers: bool = False) -> N
         except ConversionError as error:
             raise RuntimeError(f"the weights of {saved} cannot be read: {error}") from error
         with form.source:
-            load_parameters(engine, ShardedValues(form), optimizers=optimizers)
+            values = ShardedValues(form)
+            check_names(engine.module, {*form.source.model["module"], *values.names}, engine.module.state_dict())
+            load_parameters(engine, values, optimizers=optimizers)
         restore_unpartitioned(engine, saved, optimizers=optimizers)
 
 

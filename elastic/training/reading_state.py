@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
@@ -303,7 +303,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_same_names(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_same_names(saved: Iterable[str], wanted: Iterable[str]) -> None:
     """Compares a checkpoint's names with a model's.
 
     Raises:

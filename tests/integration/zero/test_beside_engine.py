@@ -115,3 +115,14 @@ def test_weights_go_on_whichever_are_trained_now(
     monkeypatch.setenv("BESIDE_SEED", "4")
     second = runs.start(3, "sgd", 4 if after == "left" else 6, alone=True)
     assert second["began"]["weights"] == first["ended"]["weights"]
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+def test_weights_of_another_model_are_refused(tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with another name would keep the script's first values."""
+    runs = Runs(tmp_path, stage)
+    runs.start(2, "adamw", 4)
+    monkeypatch.setenv("BESIDE_FIRST", "renamed")
+    code, output, _ = runs.attempt(2, "sgd", 6, alone=True)
+    assert code != 0
+    assert "the checkpoint is of another model: none of its 4 names (0.bias, 0.weight" in output

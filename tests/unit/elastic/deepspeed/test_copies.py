@@ -1,0 +1,57 @@
+"""Weights that stage 0 saved, in a model that calls itself, or parts of itself, something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("deepspeed")
+
+from dalsegno.elastic.deepspeed.copies import load_whole_model
+
+
+def model(value: float, *, frozen: bool = False) -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    made[0].requires_grad_(not frozen)
+    for parameter in made.parameters():
+        nn.init.constant_(parameter, value)
+    return made
+
+
+def saved(directory: Path, weights: object) -> Path:
+    torch.save({"module": weights}, directory / "mp_rank_00_model_states.pt")
+    return directory
+
+
+@pytest.mark.parametrize("before", ["", "_orig_mod.", "module."])
+@pytest.mark.parametrize("now", [False, True])
+def test_a_wrapper_is_no_other_model(tmp_path: Path, before: str, now: bool) -> None:
+    """Compiled then or now, the weights are the same."""
+    weights = {before + name: value for name, value in model(1).state_dict().items()}
+    here = model(2)
+    load_whole_model(SimpleNamespace(module=torch.compile(here) if now else here), saved(tmp_path, weights))
+    assert all(bool(value.eq(1).all()) for value in here.state_dict().values())
+
+
+def test_frozen_ones_may_be_left_out(tmp_path: Path) -> None:
+    """They stay as the script has made them. What is trained must be there."""
+    trained = {name: value for name, value in model(1).state_dict().items() if name.startswith("1.")}
+    directory, here = saved(tmp_path, trained), model(2, frozen=True)
+    load_whole_model(SimpleNamespace(module=here), directory)
+    assert [bool(value.eq(1).all()) for value in here.state_dict().values()] == [False, False, True, True]
+    with pytest.raises(ValueError, match=r"another model: 0\.bias, 0\.weight only in the model"):
+        load_whole_model(SimpleNamespace(module=model(2)), directory)
+
+
+def test_another_models_are_refused(tmp_path: Path) -> None:
+    """By its names, and by its shapes."""
+    names = {f"base_model.model.{name}": value for name, value in model(1).state_dict().items()}
+    with pytest.raises(ValueError, match="none of its 4 names"):
+        load_whole_model(SimpleNamespace(module=model(2)), saved(tmp_path, names))
+    shapes = {name: torch.zeros(3, *value.shape[1:]) for name, value in model(1).state_dict().items()}
+    with pytest.raises(ValueError, match="size mismatch"):
+        load_whole_model(SimpleNamespace(module=model(2)), saved(tmp_path, shapes))
