@@ -6,8 +6,8 @@ gives a description a class or a function of anybody else's in hand: an ordered 
 storages, what puts a tensor together, and stand-ins of the plain classes that a caller lists. Whatever else a file has
 in it is left to ``torch.load``, with its own checks and errors.
 
-The list keeps a file from running anything. It does not keep a file that was made for it from taking much memory, so
-this is for files whose checksums were compared with what was sealed.
+The list keeps a file from running anything. Files are read beside their verification, too, so a flipped bit must not
+take much memory either, see `check_places`. A file that was made for it still can.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import mmap
 import pickle
+import re
 import struct
 import sys
 import zipfile
@@ -69,6 +70,7 @@ def open_mapped(
         if _BYTE_ORDER in places and bytes(_cut(view, places, _BYTE_ORDER)).decode("latin-1") != sys.byteorder:
             raise NotPlainError("it was saved on a machine with another order of bytes")
         size = len(view)
+    check_places(described)
     whole: Any = torch.UntypedStorage.from_file(str(path), False, size)
     reader = _PlainReader(described, whole, places, classes)
     try:
@@ -109,6 +111,44 @@ def _cut(view: mmap.mmap, places: Mapping[str, tuple[int, int]], name: str) -> b
         raise NotPlainError(f"it has no {name}")
     start, size = places[name]
     return view[start : start + size]
+
+
+def check_places(described: bytes) -> None:
+    """Checks the places at which a description keeps values to come back to: none is far behind all others.
+
+    The interpreter makes room for twice as many as the largest number says, which one bit changes to two billion.
+
+    Raises:
+        NotPlainError: One is, or something is written as text, or cut.
+    """
+    # Each value that is kept took a byte at least.
+    bound = len(described) >> 16
+    high = b"[\\0-\\x%02x]\\0" % bound if bound < 256 else b".[\\0-\\x%02x]" % min(bound >> 8, 255)
+    plain = re.compile(_PLAIN % high, re.DOTALL)
+    at = 0
+    while True:
+        found = plain.match(described, at)
+        assert found is not None  # it matches nothing, too
+        at = found.end()
+        if at >= len(described) or described[at] == pickle.STOP[0]:
+            return
+        size = _SIZES.get(described[at])
+        if size is None:
+            raise NotPlainError(f"it has {described[at : at + 5]!r}: a place far behind all others, or text")
+        at += 1 + size + int.from_bytes(described[at + 1 : at + 1 + size], "little")
+
+
+# Opcodes with nothing behind them, and with so many bytes; and one with two lines of text.
+_PLAIN = (
+    rb"(?:[(012NQRabde}l\]ost)u\x81\x85-\x89\x8f-\x94\x97\x98]+|[Khq\x80\x82].|[M\x83]..|[Jj\x84]....|[G\x95].{8}"
+    rb"|c[^\n]*\n[^\n]*\n|r..%b)*"
+)
+# Of how many bytes the length is that stands behind an opcode, before as many bytes.
+_SIZES = {
+    **dict.fromkeys(b"UC\x8a\x8c", 1),
+    **dict.fromkeys(b"TXB\x8b", 4),
+    **dict.fromkeys(b"\x8d\x8e\x96", 8),
+}
 
 
 class _StorageKind:

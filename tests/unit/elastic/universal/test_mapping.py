@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 from enum import IntEnum
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from dalsegno.elastic.universal.archive import refuse_packed
-from dalsegno.elastic.universal.mapping import _DTYPES, NotPlainError, open_mapped
+from dalsegno.elastic.universal.mapping import _DTYPES, NotPlainError, check_places, open_mapped
 
 
 def opened(path: Path) -> Any:
@@ -248,3 +250,44 @@ def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         with pytest.raises((RuntimeError, NotPlainError)):
             opened(path)
+
+
+def described_by(path: Path) -> bytes:
+    with zipfile.ZipFile(path) as archive:
+        return next(archive.read(info) for info in archive.infolist() if info.filename.endswith("data.pkl"))
+
+
+@pytest.mark.parametrize("bit", [0, 5, 7])
+def test_a_flipped_bit_takes_no_memory(tmp_path: Path, bit: int) -> None:
+    """Of the place of a value to come back to: the interpreter makes room for as many as that says."""
+    path = saved(tmp_path / "archive.pt", {f"layer.{number}": torch.ones(2) for number in range(200)})
+    good = described_by(path)
+    puts = [at for code, _, at in pickletools.genops(good) if code.name == "LONG_BINPUT" and at is not None]
+    flipped = bytearray(good)
+    flipped[puts[-1] + 4] ^= 1 << bit
+    assert same(opened(remade(path, good)), torch.load(path, weights_only=True))
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotPlainError):
+            opened(remade(path, bytes(flipped)))
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_whatever_pickle_writes_is_walked_through(protocol: int) -> None:
+    """To its end, where a place far behind all others is found. What is written as text is left to torch."""
+    content = [
+        *(None, True, 7, -3, 300, 70000, -70000, 1 << 40, 1 << 3000, 0.5, "r", "r" * 300, b"r", b"r" * 300, (), (1,)),
+        *((1, 2), (1, 2, 3), (1, 2, 3, 4), [], [1], {}, {1: 2}, {1: 2, 3: 4}, {1}, frozenset({2}), OrderedDict(a=1)),
+        *([number] for number in range(400)),
+    ]
+    written = pickle.dumps(content, protocol)
+    if protocol < 2:
+        with pytest.raises(NotPlainError):
+            check_places(written)
+        return
+    check_places(written)
+    with pytest.raises(NotPlainError, match="place"):
+        check_places(written[:-1] + pickle.LONG_BINPUT + b"\0\0\0\x02.")
