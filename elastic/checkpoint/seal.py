@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from dalsegno.protos import trace
@@ -18,11 +19,14 @@ def describe(directory: Path, *, threads: int = THREADS, sync: bool = True) -> t
     return tuple(checksums(directory, list_files(directory), threads=threads, sync=sync))
 
 
-def seal(directory: Path, manifest: Manifest) -> str:
+def seal(directory: Path, manifest: Manifest, *, besides: Collection[str] = ()) -> str:
     """Writes ``MANIFEST.json``, after which ``directory`` is never changed again.
 
     The files must be durable already (``describe`` does that). The order is: names below the directory, then the
     manifest, then the directory and its parent. So if a manifest survives a power cut, its files have survived too.
+
+    Args:
+        besides: Files that the caller removes next, which the manifest does not list.
 
     Returns:
         The digest.
@@ -35,7 +39,7 @@ def seal(directory: Path, manifest: Manifest) -> str:
     """
     if manifest.name != directory.name:
         raise ValueError(f"the manifest of {manifest.name} cannot seal {directory.name}")
-    there, listed = set(list_files(directory)), {entry.path for entry in manifest.files}
+    there, listed = set(list_files(directory)).difference(besides), {entry.path for entry in manifest.files}
     for path in sorted(there ^ listed):
         raise CheckpointDamaged(directory, path, Damage.EXTRA_FILE if path in there else Damage.MISSING_FILE)
     fsync_tree(directory)

@@ -14,7 +14,7 @@ from ..checkpoint.files import checksums, place_file
 from ..checkpoint.manifest import VERSION
 from .effort import Effort
 from .errors import ConversionError, EnvironmentFailed, SourceBad
-from .journal import Journal, take_over
+from .journal import JOURNAL, Journal, take_over
 from .layout import engine_directory
 
 Progress = Callable[[int, int], None]
@@ -114,8 +114,9 @@ def convert(
             if manifest.shape.strategy.startswith("deepspeed"):  # a trainer that is not ours loads no universal files
                 source, files = engine_part(source, files)
             entries = produce(source, files, target, journal, wish, watch)
+            sealed = seal_form(manifest, target, entries)
             journal.remove()
-        return seal_form(manifest, target, entries)
+        return sealed
 
 
 @contextmanager
@@ -248,7 +249,7 @@ def _produce_upstream(source: Path, target: Path, journal: Journal, wish: Wish, 
 
 
 def seal_form(manifest: Manifest, target: Path, entries: tuple[FileEntry, ...]) -> Manifest:
-    """Seals ``target`` as the universal form of the checkpoint that ``manifest`` describes."""
+    """Seals ``target`` as the universal form of the checkpoint that ``manifest`` describes. Its journal goes next."""
     sealed = replace(
         manifest,
         name=target.name,
@@ -260,7 +261,7 @@ def seal_form(manifest: Manifest, target: Path, entries: tuple[FileEntry, ...]) 
         candidate=None,
         version=VERSION,
     )
-    seal(target, sealed)
+    seal(target, sealed, besides=(JOURNAL,))
     return sealed
 
 

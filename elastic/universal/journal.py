@@ -2,8 +2,8 @@
 
 ``JOURNAL.jsonl`` lies in the lease's own directory. Its first line names the source's digest. Every further line is one
 finished file with size and checksum, written after the file was made durable. A journalled file is never opened for
-writing again, so a later lease may link to it. The journal is removed before the directory is sealed. The process that
-writes the directory holds a lock on its journal.
+writing again, so a later lease may link to it. The journal is removed once the directory is sealed: what fails at the
+very end loses nothing. The process that writes the directory holds a lock on its journal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from threading import Lock
 from types import TracebackType
 
 from ..checkpoint import CheckpointDamaged, FileEntry, Manifest, verify_files
-from ..checkpoint.files import place_file
+from ..checkpoint.files import fsync_directory, place_file
 from ..checkpoint.reading import NotRegular, open_regular, read_regular
 
 JOURNAL = "JOURNAL.jsonl"
@@ -93,9 +93,10 @@ class Journal:
             self._entries[entry.path] = entry
 
     def remove(self) -> None:
-        """Removes the journal, because the directory is about to be sealed."""
+        """Removes the journal for good, because the directory is sealed, and has no file besides what that lists."""
         self._file.close()
-        self._path.unlink()
+        self._path.unlink(missing_ok=True)
+        fsync_directory(self._path.parent)
 
     def _write(self, record: Mapping[str, object]) -> None:
         # Not made durable: lines that a power cut takes only mean more work, and those that it leaves are verified.

@@ -2,7 +2,7 @@
 
 The directory is written in place. If the conversion is killed, the same call continues it: finished files that verify
 are kept. The last file written is `COMPLETE`, which lists all others with their checksums. If the names are those of a
-run's checkpoints, it is a manifest instead, so that the run knows the directory.
+run's checkpoints, it is a manifest instead, so that the run knows the directory. Only then the journal is removed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from ..checkpoint import MANIFEST, UNIVERSAL, CheckpointName, FileEntry, Manifest, is_checkpoint_name
+from ..checkpoint import MANIFEST, UNIVERSAL, CheckpointDamaged, CheckpointName, FileEntry, Manifest, is_checkpoint_name
 from ..checkpoint.files import checksums, fsync_tree, list_files, replace_file, write_exclusive
 from .conversion import Watch, Wish, engine_part, produce, seal_form, typed_failures, verified
 from .errors import EnvironmentFailed, SourceBad
@@ -61,20 +61,28 @@ def convert_directory(
         entries = {entry.path: entry for entry in manifest.files} if manifest else _model_files(source, wish, watch)
         name = _made_from(source, manifest, wish)
         if _is_complete(target, name):
+            (target / JOURNAL).unlink(missing_ok=True)  # it was killed right behind its seal
+            _name_latest(target, latest)
             return ()
         _refuse_occupied(source, target)
         target.mkdir(parents=True, exist_ok=True)
         with _journal(target, name) as journal:
             keep_finished(journal, target, threads=wish.effort.threads, moved=watch.moved)
             made = produce(*engine_part(source, entries), target, journal, wish, watch)
+            if manifest is not None and wish.plain and _is_form_of(target.name, source.name):
+                seal_form(manifest, target, made)
+            else:
+                _complete(target, name, made)
             journal.remove()
-        if manifest is not None and wish.plain and _is_form_of(target.name, source.name):
-            seal_form(manifest, target, made)
-        else:
-            _complete(target, name, made)
-        if latest:
-            replace_file(target.parent / LATEST, target.name.encode())
+        _name_latest(target, latest)
         return made
+
+
+def _name_latest(target: Path, latest: bool) -> None:
+    file, name = target.parent / LATEST, target.name.encode()
+    # Not written where it is right, as the directory may be read only by then.
+    if latest and not (file.is_file() and file.read_bytes() == name):
+        replace_file(file, name)
 
 
 def _journal(target: Path, name: str) -> Journal:
@@ -108,21 +116,34 @@ def _made_from(source: Path, manifest: Manifest | None, wish: Wish) -> str:
 
 
 def _is_complete(target: Path, name: str) -> bool:
-    """Whether the same conversion has completed before.
+    """Whether the same conversion has completed before. One that was killed as it wrote that is gone on with.
 
     Raises:
-        EnvironmentFailed: Another conversion has.
+        EnvironmentFailed: Another conversion has, or what says so is damaged.
     """
+    begun = (target / JOURNAL).exists()
     try:
-        made_from = json.loads((target / COMPLETE).read_bytes())["source"]
-    except (FileNotFoundError, NotADirectoryError):
-        if not (target / MANIFEST).exists():
+        made_from = _source_of(target)
+    except (ValueError, LookupError, TypeError, CheckpointDamaged) as error:
+        if begun:
             return False
-        sealed = Manifest.read(target)
-        made_from = sealed.source.digest if sealed.source is not None else ""
+        raise EnvironmentFailed(f"{target} is damaged: remove it, or choose another directory") from error
+    if made_from is None:
+        return False
     if made_from != name:
         raise EnvironmentFailed(f"{target} holds something else already: remove it, or choose another directory")
     return True
+
+
+def _source_of(target: Path) -> str | None:
+    """What a complete directory was made from; None: it is not complete."""
+    try:
+        return str(json.loads((target / COMPLETE).read_bytes())["source"])
+    except (FileNotFoundError, NotADirectoryError):
+        if not (target / MANIFEST).exists():
+            return None
+        sealed = Manifest.read(target)
+        return sealed.source.digest if sealed.source is not None else ""
 
 
 def _refuse_occupied(source: Path, target: Path) -> None:
@@ -143,7 +164,7 @@ def _is_form_of(target: str, source: str) -> bool:
 
 
 def _complete(target: Path, name: str, made: tuple[FileEntry, ...]) -> None:
-    if list_files(target) != [entry.path for entry in made]:
+    if [path for path in list_files(target) if path != JOURNAL] != [entry.path for entry in made]:
         raise EnvironmentFailed(f"{target} holds files that the conversion did not make")
     fsync_tree(target)
     content = {"version": VERSION, "source": name, "files": [asdict(entry) for entry in made]}

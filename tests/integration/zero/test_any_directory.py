@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import importlib
 import itertools
 import json
 import os
@@ -29,6 +31,7 @@ from dalsegno.elastic.universal import (
     Wish,
     convert,
     convert_directory,
+    standalone,
     streaming,
 )
 from dalsegno.elastic.universal.journal import JOURNAL
@@ -41,6 +44,7 @@ from tests.support.workers.zero_runs import STEPS, Held, Sources, read_held, run
 from tests.unit.agent.storage.test_storage import make_checkpoint
 
 pytestmark = pytest.mark.timeout(180)
+SEAL = importlib.import_module("dalsegno.elastic.checkpoint.seal")  # hidden by the function
 OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
@@ -109,6 +113,71 @@ def test_a_killed_one_is_gone_on_with(plain: Path, tmp_path: Path) -> None:
     whole = convert_directory(plain, tmp_path / "again")
     assert made == whole
     assert files_below(target) == files_below(tmp_path / "again")
+
+
+def full_once(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """The first call that makes names durable fails."""
+    sync, calls = module.fsync_tree, itertools.count()
+
+    def fsync_tree(directory: Path) -> None:
+        if next(calls) == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(directory)
+
+    monkeypatch.setattr(module, "fsync_tree", fsync_tree)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_disk_that_is_full_at_the_very_end(
+    sources: Sources, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sealed: bool
+) -> None:
+    """All files were made, and none is made again."""
+    source, target = plain, tmp_path / "universal"
+    if sealed:
+        source = tmp_path / "step-3.e1.0"
+        shutil.copytree(sources.get(2, 2)[0], source)
+        target = target_of(source)
+    full_once(monkeypatch, SEAL if sealed else standalone)
+    with pytest.raises(EnvironmentFailed, match="no space left"):
+        convert_directory(source, target)
+    made = {path: (target / path).stat().st_ino for path in files_below(target) if path != JOURNAL}
+    assert convert_directory(source, target)
+    assert {path: (target / path).stat().st_ino for path in made} == made
+    assert set(files_below(target)) == {*made, "MANIFEST.json" if sealed else "CONVERTED.json"}
+
+
+def test_a_lease_that_failed_at_the_very_end_leaves_its_files(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one links to them."""
+    source = tmp_path / "step-3.e1.0"
+    shutil.copytree(sources.get(2, 2)[0], source)
+    full_once(monkeypatch, SEAL)
+    with pytest.raises(EnvironmentFailed, match="no space left"):
+        convert(source, target_of(source))
+    convert(source, target_of(source, 2), earlier=[target_of(source)])
+    verify(target_of(source, 2), Manifest.read(target_of(source, 2)))
+    for path in files_below(target_of(source)):
+        assert path == JOURNAL or os.path.samefile(target_of(source) / path, target_of(source, 2) / path)
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["sealed", "torn"])
+def test_one_that_was_killed_at_its_seal(plain: Path, tmp_path: Path, torn: bool) -> None:
+    """Its journal is still there. Half a seal is written anew, and a whole one is all there is to do."""
+    target = tmp_path / "universal"
+    with pytest.raises(Died):
+        convert_directory(plain, target, watch=die_after(3))
+    begun = (target / JOURNAL).read_bytes()
+    assert convert_directory(plain, target)
+    (target / JOURNAL).write_bytes(begun)
+    if torn:
+        os.truncate(target / "CONVERTED.json", 40)
+    assert bool(convert_directory(plain, target)) is torn
+    assert not (target / JOURNAL).exists()
+    assert json.loads((target / "CONVERTED.json").read_bytes())["files"]
+    os.truncate(target / "CONVERTED.json", 40)
+    with pytest.raises(EnvironmentFailed, match="is damaged: remove it, or choose another directory"):
+        convert_directory(plain, target)
 
 
 def test_two_at_a_time(plain: Path, tmp_path: Path) -> None:
@@ -189,7 +258,11 @@ def test_complete_already(plain: Path, tmp_path: Path) -> None:
     """Nothing is made twice, and another source's is not taken for it."""
     target = tmp_path / "universal"
     assert convert_directory(plain, target)
-    assert convert_directory(plain, target) == ()
+    latest = tmp_path / "latest_universal"
+    for before in (None, "another"):
+        latest.unlink() if before is None else latest.write_text(before)
+        assert convert_directory(plain, target) == ()
+        assert latest.read_text() == "universal"
     rewrite(plain / "mp_rank_00_model_states.pt", lambda content: content.update(note="another"))
     with pytest.raises(EnvironmentFailed, match="holds something else already"):
         convert_directory(plain, target)
