@@ -89,12 +89,15 @@ class SavingReports:
 
 
 def bytes_below(path: Path) -> int:
-    """Size of all files in a directory that somebody may be writing in."""
+    """Size of all files in a directory that somebody may be writing in, as far as it can be told.
+
+    It ends no save: the other ranks would wait for this one. Whoever writes or reads a file says what is wrong with it.
+    """
     total = 0
     for directory, _, names in os.walk(path):
         for name in names:
             try:
                 total += os.lstat(os.path.join(directory, name)).st_size
-            except FileNotFoundError:
-                continue  # a temporary file of a framework that is gone again
+            except OSError:  # also a temporary file of a framework that is gone again
+                continue
     return total

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +15,7 @@ from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.saving import saving, tiers
 from tests.support.workers.fake_link import FakeLink
+from tests.support.workers.threads import Threads, together
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,3 +48,32 @@ def test_no_part_of_a_save_begins_anew(tmp_path: Path, monkeypatch: pytest.Monke
 
 def _model(path: Path) -> None:
     (path / "model.pt").write_bytes(bytes(1000))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTDIR])
+@pytest.mark.parametrize("call", range(3))
+def test_a_size_that_cannot_be_told_ends_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: int
+) -> None:
+    """On no rank: the others would wait for that one in the next part of the save."""
+    plain, calls = os.lstat, itertools.count()
+
+    def lstat(path: str, **options: Any) -> os.stat_result:
+        if str(path).endswith("model.pt") and next(calls) == call:
+            raise OSError(number, os.strerror(number), path)
+        return plain(path, **options)
+
+    monkeypatch.setattr(os, "lstat", lstat)
+
+    def one(group: Threads) -> Any:
+        identity = Identity(epoch=1, rank=group.rank, world_size=2, local_rank=group.rank, local_world_size=2)
+        link: Any = Agent()
+        saver = saving.Saver(identity, group, CheckpointStore(tmp_path), link, None)
+        manifest = saver.save(saving.Content(1, Position(0, 1)), _model, create_directory=True, drain=True)
+        saver.close()
+        return manifest
+
+    first, second = together(2, one)
+    assert first is not None
+    assert first == second
+    assert next(calls) > call
