@@ -51,6 +51,9 @@ class BadResumePoint(SystemExit):
         super().__init__(EXIT_BAD_CHECKPOINT)
 
 
+log = logging.getLogger(__name__)
+
+
 class _Exit:
     """The exit code that was decided. The process ends with it whatever the script does with the exception."""
 
@@ -63,11 +66,15 @@ def insist(code: int) -> None:
     Its threads have some seconds for that. (Python would wait for those that are no daemons before it calls a handler,
     and all other ranks for this one.)
     """
-    if _Exit.code is None:
+    first, _Exit.code = _Exit.code is None, code
+    if first:
         # Registered last, so it runs first at exit, before handlers that could end the process in another way.
         atexit.register(_end)
-        threading.Thread(target=_end_late, args=(_end_of_script(),), name="dalsegno-exit", daemon=True).start()
-    _Exit.code = code
+        late = threading.Thread(target=_end_late, args=(_end_of_script(),), name="dalsegno-exit", daemon=True)
+        try:
+            late.start()
+        except RuntimeError as error:
+            log.debug("threads of the script's may hold up its end, as none can watch them: %s", error)
 
 
 def is_decided() -> bool:

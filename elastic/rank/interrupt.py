@@ -42,9 +42,20 @@ class Interrupt:
             log.debug("signal %d is in use: the main thread is not called", SIGNAL)
 
     def begin(self) -> None:
-        """Calls again and again from now on, on a thread of its own, until `close`. Any thread."""
-        if self._works and not self._over.is_set():
+        """Calls again and again from now on, on a thread of its own, until `close`. Any thread.
+
+        Where no thread can be started, it calls once: who begins this has other things to do.
+        """
+        if not self._works or self._over.is_set():
+            return
+        try:
             threading.Thread(target=self._call, name="dalsegno-interrupt", daemon=True).start()
+        except RuntimeError as error:
+            log.debug("the main thread is called only once: %s", error)
+            self._heard_at = time.monotonic()
+            main = threading.main_thread()
+            if main.ident is not None:
+                signal.pthread_kill(main.ident, SIGNAL)
 
     def close(self) -> None:
         """No more calls."""

@@ -50,3 +50,14 @@ def test_it_ends_with_its_code(tmp_path: Path, end: str) -> None:
     assert done.returncode == 83, done.stderr
     assert log.read_text() == written
     assert said in done.stderr if said else not done.stderr
+
+
+def test_it_ends_with_its_code_where_no_thread_can_be_started() -> None:
+    """A drain that all else has come through is no failure, and damage is reported."""
+    code = (
+        "import threading\nfrom dalsegno.elastic.rank import exits\n"
+        "def start(thread): raise RuntimeError('cannot start new thread')\n"
+        "threading.Thread.start = start\nexits.insist(83)\nassert exits.is_decided()\nraise exits.Drained\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (83, "")

@@ -41,6 +41,21 @@ def test_it_is_called_out_of_a_sleep_until_it_has_done_its_work() -> None:
     assert len(calls) == 3
 
 
+def test_it_is_called_once_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that begins it reads what the agent says, and must go on."""
+    calls: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    interrupt = Interrupt(lambda: calls.append(threading.current_thread()))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        interrupt.begin()
+    assert calls == [threading.main_thread()]
+    interrupt.close()
+
+
 def test_a_signal_that_is_in_use_is_left_alone() -> None:
     calls: list[str] = []
     signal.signal(SIGNAL, lambda *_: calls.append("the script's"))
