@@ -260,8 +260,13 @@ def handed_out(
     return ResumePoint(source.step, source.position, form, saved, universal, source, reshard, verification, in_memory)
 
 
-def newest(store: CheckpointStore, collective: Collective, world_size: int) -> ResumePoint | None:
+def newest(
+    store: CheckpointStore, collective: Collective, world_size: int, *, verify: bool = True
+) -> ResumePoint | None:
     """Without a master: the newest sealed checkpoint that verifies. Names damaged ones and skips them. Collective.
+
+    Args:
+        verify: Read the files, and compare their checksums; else only their sizes. Rank 0's counts.
 
     Raises:
         RuntimeError: There are checkpoints, but none is sound, the newest does not fit the world, or several runs wrote
@@ -272,7 +277,8 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
     if collective.rank == 0:
         try:
             # Sizes are left to the verification, so that a truncated file is named and not merely skipped.
-            seen = inspect(store.run_dir, check_sizes=False)
+            seen = inspect(store.run_dir, check_sizes=not verify)
+            answer["verify"] = verify
             found = list(seen.sealed)
             answer["damaged"] = [[one.name, one.reason] for one in seen.unsealed if one.damaged]
             _refuse_unreadable(seen)
@@ -297,7 +303,7 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
     refs = [Ref(name, digest) for name, digest in answer["found"]]
     sharded = [ref for ref in refs if not _is_later(ref)]
     for ref in sharded:
-        point = handed_out(ResumeOrder(ref, SHARDED, None), store.run_dir, collective)
+        point = handed_out(ResumeOrder(ref, SHARDED, None), store.run_dir, collective, verify=answer["verify"])
         if isinstance(point, Damaged):
             if collective.rank == 0:
                 log.warning("checkpoint %s is damaged, trying the one before: %s", ref.name, point.message)
@@ -307,11 +313,12 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
             return point
         check_loaders(point.manifest, world_size)
         # Universal files that somebody has made come first, perhaps because re-sharding does not work here.
-        other = _universal_of(point, refs, store, collective)
+        other = _universal_of(point, refs, store, collective, answer["verify"])
         if other is None and not shape.reshards:
+            convert = ", convert it first, or let dlrover-run do that" if shape.strategy.startswith("deepspeed") else ""
             raise RuntimeError(
                 f"{ref.name} was written by {shape.world_size} ranks and loads at no other number; start as many (there"
-                f" are {world_size}), convert it first, or let dlrover-run do that"
+                f" are {world_size}){convert}"
             )
         return other or point
     damaged = len(sharded) + sum(CheckpointName.parse(name).lease is None for name, _ in answer["damaged"])
@@ -329,11 +336,11 @@ def _refuse_unreadable(seen: Inventory) -> None:
 
 
 def _universal_of(
-    point: ResumePoint, refs: list[Ref], store: CheckpointStore, collective: Collective
+    point: ResumePoint, refs: list[Ref], store: CheckpointStore, collective: Collective, verify: bool
 ) -> ResumePoint | None:
     for ref in refs:
         if ref.name.startswith(f"{point.ref.name}.{UNIVERSAL}."):
-            other = handed_out(ResumeOrder(point.ref, UNIVERSAL, ref), store.run_dir, collective)
+            other = handed_out(ResumeOrder(point.ref, UNIVERSAL, ref), store.run_dir, collective, verify=verify)
             if isinstance(other, ResumePoint):
                 return other
     return None

@@ -276,7 +276,7 @@ def _open_with(
         # The doctor changes nothing, and may look at a run that goes on.
         lock = None if is_examined() else take_lock(identity.run_dir, collective)
         store = CheckpointStore(identity.run_dir)
-        resume = newest(store, collective, identity.world_size)
+        resume = newest(store, collective, identity.world_size, verify=verify)
         # Nobody counts epochs here, but names and manifests need them: after the run has gone back to an earlier
         # checkpoint, what it then saves must be newer than what it left.
         identity = replace(identity, epoch=collective.broadcast(store.next_epoch() if identity.rank == 0 else None))

@@ -234,10 +234,10 @@ def test_the_newest_and_its_best_always_stay(saves: list[tuple[int, bool]], keep
 
 
 @contextmanager
-def start(run_dir: Path, keep: int = 0) -> Iterator[BareSession]:
+def start(run_dir: Path, keep: int = 0, *, verify: bool = True) -> Iterator[BareSession]:
     """What ``session(checkpoint_dir=...)`` makes, without the process-wide one and its signal handler."""
     handler = signal.getsignal(signal.SIGTERM)
-    session = entry._open(BareSession, Identity(run_dir=run_dir), keep, True)
+    session = entry._open(BareSession, Identity(run_dir=run_dir), keep, verify)
     try:
         yield session
     finally:

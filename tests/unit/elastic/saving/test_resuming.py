@@ -101,6 +101,22 @@ def test_alone_takes_the_newest_sound_one_that_fits(tmp_path: Path, caplog: pyte
     assert point.universal == tmp_path / later.name
 
 
+def test_alone_nothing_is_read_that_need_not_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a script that wants no verification: a file that was cut is found all the same."""
+    old = write(tmp_path, CheckpointName(2, 0, 1), shape=ANY)
+    new = write(tmp_path, CheckpointName(4, 0, 1), shape=ANY)
+
+    def read(*given: Any, **options: Any) -> None:
+        raise AssertionError("its files are read")
+
+    monkeypatch.setattr("dalsegno.elastic.saving.resuming.verify_files", read)
+    for wanted in (new, old):
+        with start(tmp_path, verify=False) as session:
+            assert session.resume is not None
+            assert session.resume.ref == wanted.ref
+        os.truncate(tmp_path / wanted.name / "model.pt", 1)
+
+
 def test_alone_universal_files_that_are_there_come_before_resharding(tmp_path: Path) -> None:
     """Somebody has converted it, perhaps because re-sharding had said that this is needed; at its own size as saved."""
     name = CheckpointName(6, 0, 1)
@@ -193,7 +209,9 @@ def test_what_loads_at_one_world_size_only_is_refused_at_another(tmp_path: Path)
         Shape(1, "fsdp1", True),
     ]
     write(tmp_path / "two", CheckpointName(6, 0, 1), shape=Shape(2, "fsdp1", False))
-    with pytest.raises(RuntimeError, match="written by 2 ranks and loads at no other number"), start(tmp_path / "two"):
+    # Nothing converts what is not DeepSpeed's.
+    refused = r"written by 2 ranks and loads at no other number; start as many \(there are 1\)$"
+    with pytest.raises(RuntimeError, match=refused), start(tmp_path / "two"):
         pass
     write(tmp_path / "any", CheckpointName(6, 0, 1), shape=Shape(2, "fsdp1", True))
     with start(tmp_path / "any") as session:
