@@ -15,6 +15,7 @@ from dalsegno.protos.text import few
 
 from ..rank.remarks import remark
 from ..saving.replicas import loadable, tensors
+from ..saving.resuming import ResumePoint
 from ..training.entry import refused_together
 from ..training.parts import Stateful, check_same, kept_of
 from ..training.reading_state import load_part
@@ -57,17 +58,18 @@ class BesideEngine:
         found: dict[str, Any] = {WEIGHTS_FROM: self._weights_from} if self._weights_from else {}
         return {**found, PARTS: self._checked()} if self._parts and dist.get_rank() == 0 else found
 
-    def begins_anew(self, path: Path, *, weights_only: bool) -> bool:
+    def begins_anew(self, resume: ResumePoint, *, weights_only: bool) -> bool:
         """Whether only the weights of a checkpoint count, because that is asked for, and for the first time in the run.
 
         Args:
-            path: The resume point.
+            resume: As ``ResumePoint.loading`` gives it.
 
         Raises:
             ValueError: It was saved with other parts. On all ranks.
             OSError, RuntimeError: It cannot be read.
         """
-        with refused_together():
+        path = resume.path
+        with refused_together(), resume.unless_damaged():
             saved = _saved(path)
             self._weights_from = str(saved.get(WEIGHTS_FROM, ""))
             if weights_only and not self._weights_from:
@@ -79,8 +81,11 @@ class BesideEngine:
             check_same(path.name, saved.get(PARTS) or {}, self._parts)
         return False
 
-    def load(self, path: Path) -> None:
+    def load(self, resume: ResumePoint) -> None:
         """Loads the parts from a checkpoint that has them.
+
+        Args:
+            resume: As ``ResumePoint.loading`` gives it.
 
         Raises:
             ValueError: A part does not fit. On all ranks.
@@ -88,7 +93,8 @@ class BesideEngine:
         """
         if not self._parts:
             return
-        with refused_together():
+        path = resume.path
+        with refused_together(), resume.unless_damaged():
             kept = _saved(path)[PARTS]
             for name, part in self._parts.items():
                 try:

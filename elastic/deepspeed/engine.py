@@ -187,7 +187,7 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_sc
         raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
     mark("built")
     with _loading(resume) as files, _only_what_is_safe(files.path), each_once(), paused():
-        with refused_together(), _unless_damaged(resume):
+        with refused_together(), _unless_damaged(files):
             if not isinstance(engine.module, PipelineModule):
                 check_groups(engine, engine_directory(files.path))
         state = _load(engine, files, strict)

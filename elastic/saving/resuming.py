@@ -63,6 +63,7 @@ class ResumePoint:
             own ranges of it.
         verification: Of the files, where that is under way beside the main threads.
         in_memory: It is a memory checkpoint.
+        beside: Within `loading`: the verification that may still be under way.
     """
 
     step: int
@@ -74,6 +75,7 @@ class ResumePoint:
     reshard: bool = False
     verification: JointVerification | None = field(default=None, compare=False, repr=False)
     in_memory: bool = False
+    beside: JointVerification | None = field(default=None, compare=False, repr=False)
 
     @property
     def ref(self) -> Ref:
@@ -114,13 +116,14 @@ class ResumePoint:
         """
         if not (self.in_memory and self.universal_at is None and self._is_there_whole()):
             self.wait()
-        with self.unless_damaged():
-            yield replace(self, verification=None)
+        files = replace(self, verification=None, beside=self.verification or self.beside)
+        with files.unless_damaged():
+            yield files
         self.wait()
 
     @contextmanager
     def unless_damaged(self) -> Iterator[None]:
-        """Inside `loading`, for a part whose errors others hear before that can wait.
+        """Within `loading`, for a part of it whose errors others hear before that waits.
 
         Raises:
             BadResumePoint, OSError: See `wait`. In place of an error of this block, which then says nothing.
@@ -129,7 +132,8 @@ class ResumePoint:
             yield
         except Exception as error:
             try:
-                self.wait()
+                if self.beside is not None:
+                    self.beside.wait()
             except NobodyTold:
                 # Who lost the store may have lost a peer. Anything else may be damage that nobody was told of.
                 if not may_be_a_peers(error):

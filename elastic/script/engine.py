@@ -83,14 +83,16 @@ class Engine:
     ) -> None:
         with session.meetings.telling():
             beside = BesideEngine(engine, parts)
-        resume, resumed = session.resume, None
-        if resume is not None and beside.begins_anew(resume.path, weights_only=weights_only):
-            ours.restore_weights(engine, resume)
+        resumed = None
+        if session.resume is None:
+            ours.restore(engine, None)
         else:
-            state = ours.restore(engine, resume, other_schedule=other_schedule)
-            if resume is not None:
-                beside.load(resume.path)
-                resumed = state
+            with session.resume.loading() as resume:
+                if beside.begins_anew(resume, weights_only=weights_only):
+                    ours.restore_weights(engine, resume)
+                else:
+                    resumed = ours.restore(engine, resume, other_schedule=other_schedule)
+                    beside.load(resume)
         self.engine = engine
         self._save = EngineSave(session, engine, beside)
         if resumed is not None:

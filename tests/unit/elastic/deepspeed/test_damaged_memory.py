@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from dalsegno.elastic.checkpoint import SHARDED, CheckpointName, Shape
-from dalsegno.elastic.deepspeed import engine as module
+from dalsegno.elastic.deepspeed import beside, engine
 from dalsegno.elastic.rank.board import Board, LocalStore
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.exits import BadResumePoint
@@ -25,10 +25,15 @@ from dalsegno.elastic.saving.resuming import ResumePoint, handed_out
 from dalsegno.elastic.saving.verification import JointVerification, Note
 from tests.unit.elastic.saving.test_resuming import write
 
+ERRORS = (UnpicklingError("opcode"), UnicodeDecodeError("utf-8", b"x", 0, 1, ""), KeyError(7), AttributeError("get"))
 
-@pytest.mark.parametrize("error", [UnpicklingError("opcode"), UnicodeDecodeError("utf-8", b"x", 0, 1, ""), KeyError(7)])
+
+@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("broken", [True, False])
-def test_damage_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool, error: Exception) -> None:
+@pytest.mark.parametrize("place", ["engine", "kind", "parts"])
+def test_damage_ends_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, broken: bool, error: Exception
+) -> None:
     """What a flipped byte makes of a description is no mistake of the script's. Of a sound one it is."""
     reads, frames = threading.Event(), []
 
@@ -40,7 +45,7 @@ def test_damage_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bro
         if any(notes):
             raise BadResumePoint
 
-    def check_groups(engine: Any, directory: Path) -> None:
+    def read(*given: Any) -> None:
         reads.set()
         raise error
 
@@ -50,10 +55,32 @@ def test_damage_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bro
     verification = JointVerification(Board(LocalStore()), 0, 1, work, lambda notes: None, judge)
     resume = dataclasses.replace(point, verification=verification, in_memory=True)
     meetings = Meetings(Solo(), SimpleNamespace(send=frames.append))  # type: ignore[arg-type]
-    monkeypatch.setattr(module, "refused_together", meetings.together)
-    monkeypatch.setattr(module, "check_groups", check_groups)
+    for module in (engine, beside):
+        monkeypatch.setattr(module, "refused_together", meetings.together)
     for name in ("tell", "_check"):
-        monkeypatch.setattr(module, name, lambda *given: None)
+        monkeypatch.setattr(engine, name, lambda *given: None)
+    monkeypatch.setattr(engine, "check_groups", read)
+    monkeypatch.setattr(beside, "_saved", read)
+
+    def load() -> None:
+        with resume.loading() as files:
+            if place == "engine":
+                engine.restore(SimpleNamespace(module=None), files)
+            elif place == "kind":
+                beside.BesideEngine(None, {}).begins_anew(files, weights_only=False)
+            else:
+                beside.BesideEngine(None, {"part": Part()}).load(files)
+
     with pytest.raises(BadResumePoint if broken else (type(error), RuntimeError)):
-        module.restore(SimpleNamespace(module=None), resume)
+        load()
     assert [frame.WhichOneof("body") for frame in frames] == ([] if broken else ["refused"])
+
+
+class Part:
+    """Beside an engine."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("it is loaded from what is damaged")
