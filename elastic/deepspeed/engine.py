@@ -302,8 +302,11 @@ def _module_loader(engine: Any, strict: bool) -> Callable[..., None] | None:
         return None
 
     def load_module(src: Mapping[str, Any], dst: Any) -> None:
-        if not copied_by_name(dst, src):
-            dst.load_state_dict(src, strict=strict)
+        if copied_by_name(dst, src):
+            return
+        if not strict:
+            check_names(dst, src, dst.state_dict())
+        dst.load_state_dict(src, strict=strict)
 
     return load_module
 

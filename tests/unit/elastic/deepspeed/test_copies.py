@@ -12,6 +12,7 @@ from torch import nn
 pytest.importorskip("deepspeed")
 
 from dalsegno.elastic.deepspeed.copies import load_whole_model
+from dalsegno.elastic.deepspeed.engine import _module_loader
 
 
 def model(value: float, *, frozen: bool = False) -> nn.Sequential:
@@ -45,6 +46,22 @@ def test_frozen_ones_may_be_left_out(tmp_path: Path) -> None:
     assert [bool(value.eq(1).all()) for value in here.state_dict().values()] == [False, False, True, True]
     with pytest.raises(ValueError, match=r"another model: 0\.bias, 0\.weight only in the model"):
         load_whole_model(SimpleNamespace(module=model(2)), directory)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_load_that_leaves_frozen_ones_out_takes_no_other_model(stage: int) -> None:
+    """A trainer that saves no frozen weights asks for that; torch would load what has the same name, or nothing."""
+    engine = SimpleNamespace(zero_optimization_stage=lambda: stage)
+    load = _module_loader(engine, strict=False)
+    assert load is not None
+    trained = {name: value for name, value in model(1).state_dict().items() if name.startswith("1.")}
+    here = model(2, frozen=True)
+    load(src=trained, dst=here)
+    assert [bool(value.eq(1).all()) for value in here.state_dict().values()] == [False, False, True, True]
+    with pytest.raises(ValueError, match="none of its 2 names"):
+        load(src={f"model.{name}": value for name, value in trained.items()}, dst=here)
+    with pytest.raises(ValueError, match="only in the model"):
+        load(src=trained, dst=model(2))
 
 
 def test_another_models_are_refused(tmp_path: Path) -> None:
