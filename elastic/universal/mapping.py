@@ -126,22 +126,21 @@ def check_places(described: bytes) -> None:
     high = b"[\\0-\\x%02x]\\0" % bound if bound < 256 else b".[\\0-\\x%02x]" % min(bound >> 8, 255)
     plain = re.compile(_PLAIN % high, re.DOTALL)
     at = 0
-    while True:
-        found = plain.match(described, at)
-        assert found is not None  # it matches nothing, too
-        at = found.end()
-        if at >= len(described) or described[at] == pickle.STOP[0]:
-            return
+    while at < len(described) and described[at] != pickle.STOP[0]:
         size = _SIZES.get(described[at])
-        if size is None:
+        if size is not None:
+            at += 1 + size + int.from_bytes(described[at + 1 : at + 1 + size], "little")
+            continue
+        found = plain.match(described, at)
+        if found is None:
             raise NotPlainError(f"it has {described[at : at + 5]!r}: a place far behind all others, or text")
-        at += 1 + size + int.from_bytes(described[at + 1 : at + 1 + size], "little")
+        at = found.end()
 
 
 # Opcodes with nothing behind them, and with so many bytes; and one with two lines of text.
 _PLAIN = (
     rb"(?:[(012NQRabde}l\]ost)u\x81\x85-\x89\x8f-\x94\x97\x98]+|[Khq\x80\x82].|[M\x83]..|[Jj\x84]....|[G\x95].{8}"
-    rb"|c[^\n]*\n[^\n]*\n|r..%b)*"
+    rb"|c[^\n]*\n[^\n]*\n|r..%b){1,1000}"
 )
 # Of how many bytes the length is that stands behind an opcode, before as many bytes.
 _SIZES = {
