@@ -60,11 +60,16 @@ def load_parameters(engine: Any, values: ShardedValues, *, optimizers: bool = Fa
 
     Args:
         optimizers: Also into the optimizer's own copies.
+
+    Raises:
+        ValueError: One has another shape.
     """
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             if name in values.names:
-                shape = getattr(parameter, "ds_shape", parameter.shape)
+                shape, saved = tuple(getattr(parameter, "ds_shape", parameter.shape)), tuple(values.shape(name))
+                if shape != saved:
+                    raise ValueError(f"{name} was saved with shape {saved}, the model's has {shape}")
                 whole = torch.empty(values.size(name), dtype=values.dtype(name, FP32), device="cpu")
                 values.read(name, FP32, 0, whole)
                 copy_whole(parameter, whole.reshape(shape), optimizers=optimizers)

@@ -190,6 +190,10 @@ class ShardedValues:
         """All parameters that the optimizer knew."""
         return self._source.parameters.keys()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of a parameter."""
+        return self._source.parameters[name].shape
+
     def states(self, name: str) -> frozenset[str]:
         if name not in self._source.parameters:
             raise RuntimeError(f"{name} is not in the checkpoint: the model has a parameter that was not saved")

@@ -2,7 +2,7 @@
 
 ``argv``: the stage, the optimizer, the step to end at, whether only weights count (0 or 1), bf16 (0 or 1), where the
 checkpoints are, and where each rank writes ``result-<rank>.json``. ``BESIDE_SEED``: of the script's first weights;
-``BESIDE_FIRST``: its first layer is ``frozen``, or ``left`` out of the optimizer, or ``renamed``.
+``BESIDE_FIRST``: its first layer is ``frozen``, ``left`` out of the optimizer, ``renamed`` or ``turned``.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ def weights(engine: Any) -> dict[str, list[float]]:
 
 def make_model() -> nn.Module:
     first, others = nn.Linear(7, 5), [nn.Tanh(), nn.Linear(5, 7)]
+    if os.environ.get("BESIDE_FIRST") == "turned":
+        first.weight = nn.Parameter(first.weight.detach().t().contiguous())
     if os.environ.get("BESIDE_FIRST") == "frozen":
         first.requires_grad_(False)
     layers = [first, *others]
