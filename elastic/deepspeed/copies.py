@@ -75,8 +75,11 @@ def load_parameters(engine: Any, values: ShardedValues, *, optimizers: bool = Fa
                 copy_whole(parameter, whole.reshape(shape), optimizers=optimizers)
 
 
-def load_whole_model(engine: Any, directory: Path) -> None:
+def load_whole_model(engine: Any, directory: Path, *, strict: bool = False) -> None:
     """Copies the weights that stage 0 saves as they are. A compiled model has the names of the script's own.
+
+    Args:
+        strict: See `check_names`.
 
     Raises:
         ValueError: They are another model's.
@@ -84,23 +87,25 @@ def load_whole_model(engine: Any, directory: Path) -> None:
     model = unwrapped(engine.module)
     wanted = model.state_dict()
     weights = without_prefixes(load(model_states_file(directory), mmap=True)["module"], wanted)
-    check_names(model, weights, wanted)
+    check_names(model, weights, wanted, strict=strict)
     try:
         model.load_state_dict(weights, strict=False)
     except RuntimeError as error:  # of a shape
         raise ValueError(f"{directory.name} is of another model: {error}") from error
 
 
-def check_names(model: nn.Module, saved: Collection[str], wanted: Collection[str]) -> None:
+def check_names(model: nn.Module, saved: Collection[str], wanted: Collection[str], *, strict: bool = False) -> None:
     """Checks that weights are a model's, of which frozen ones may have been left out as they were saved.
 
     Args:
         wanted: Names in the model's ``state_dict()``.
+        strict: None may.
 
     Raises:
         ValueError: They are not.
     """
-    frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    parameters = () if strict else model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, one in parameters if not one.requires_grad}
     check_same_names(saved, [name for name in wanted if name in saved or name not in frozen])
 
 

@@ -212,7 +212,8 @@ def restore_weights(engine: Any, resume: Resume) -> None:
             raise RuntimeError("weights_only: the optimizer keeps its weights on NVMe, where they cannot be replaced")
     mark("built")
     with _loading(resume) as files, each_once(), paused():
-        load_weights(engine, files.path, optimizers=True)
+        # What is left as it is would be each rank's own: DeepSpeed need not send what all load.
+        load_weights(engine, files.path, optimizers=True, strict=True)
     mark("loaded")
 
 
@@ -234,16 +235,17 @@ def _check(engine: Any, resume: Resume) -> None:
         raise ValueError(f"the engine was {_ROUND_ROBIN}")
 
 
-def load_weights(engine: Any, directory: Path, *, optimizers: bool = False) -> None:
+def load_weights(engine: Any, directory: Path, *, optimizers: bool = False, strict: bool = False) -> None:
     """Loads only the weights of a checkpoint, saved by any number of ranks, into an engine's model. Collective.
 
     Args:
         engine: From ``deepspeed.initialize``.
         directory: The checkpoint, see `engine_directory`.
         optimizers: Also change the optimizer's own copy of the weights; at the end of a training nobody needs it.
+        strict: It must have all of the model's weights; else frozen ones that were left out stay as they are.
 
     Raises:
-        ValueError: It is of another model. Frozen parameters that were left out of it stay as they are.
+        ValueError: It is of another model.
         RuntimeError: It has no values for one of the model's parameters, or cannot be read.
         OSError: The file system says no.
     """
@@ -251,7 +253,7 @@ def load_weights(engine: Any, directory: Path, *, optimizers: bool = False) -> N
     with _only_what_is_safe(saved):
         stage = int(engine.zero_optimization_stage())
         if stage == 0:
-            load_whole_model(engine, saved)
+            load_whole_model(engine, saved, strict=strict)
             if optimizers and hasattr(engine.optimizer, "refresh_fp32_params"):
                 engine.optimizer.refresh_fp32_params()
             return
@@ -261,7 +263,8 @@ def load_weights(engine: Any, directory: Path, *, optimizers: bool = False) -> N
             raise RuntimeError(f"the weights of {saved} cannot be read: {error}") from error
         with form.source:
             values = ShardedValues(form)
-            check_names(engine.module, {*form.source.model["module"], *values.names}, engine.module.state_dict())
+            names, wanted = {*form.source.model["module"], *values.names}, engine.module.state_dict()
+            check_names(engine.module, names, wanted, strict=strict)
             load_parameters(engine, values, optimizers=optimizers)
         restore_unpartitioned(engine, saved, optimizers=optimizers)
 

@@ -119,12 +119,13 @@ def test_weights_go_on_whichever_are_trained_now(
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
 def test_weights_of_another_model_are_refused(tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer with another name would keep the script's first values, and one with another shape get a shuffled one."""
+    """A layer with another name would keep the script's first values, and one of another shape shuffled ones."""
     runs = Runs(tmp_path, stage)
     runs.start(2, "adamw", 4)
     turned = "0.weight was saved with shape (5, 7), the model's has (7, 5)" if stage else "is of another model: "
     renamed = "the checkpoint is of another model: none of its 4 names (0.bias, 0.weight"
-    for first, words in (("renamed", renamed), ("turned", turned)):
+    grown = "the checkpoint is of another model: 3.bias, 3.weight only in the model"
+    for first, words in (("renamed", renamed), ("turned", turned), ("grown", grown)):
         monkeypatch.setenv("BESIDE_FIRST", first)
         code, output, _ = runs.attempt(2, "sgd", 6, alone=True)
         assert code != 0

@@ -2,7 +2,8 @@
 
 ``argv``: the stage, the optimizer, the step to end at, whether only weights count (0 or 1), bf16 (0 or 1), where the
 checkpoints are, and where each rank writes ``result-<rank>.json``. ``BESIDE_SEED``: of the script's first weights;
-``BESIDE_FIRST``: its first layer is ``frozen``, ``left`` out of the optimizer, ``renamed`` or ``turned``.
+``BESIDE_FIRST``: its first layer is ``frozen``, ``left`` out of the optimizer, ``renamed`` or
+``turned``; or a last one is ``grown``, and frozen.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ def make_model() -> nn.Module:
     layers = [first, *others]
     if os.environ.get("BESIDE_FIRST") == "renamed":
         return nn.Sequential(OrderedDict(zip(("one", "two", "three"), layers, strict=True)))
+    if os.environ.get("BESIDE_FIRST") == "grown":
+        layers.append(nn.Linear(7, 7).requires_grad_(False))
     return nn.Sequential(*layers)
 
 

@@ -39,11 +39,13 @@ def test_a_wrapper_is_no_other_model(tmp_path: Path, before: str, now: bool) -> 
 
 
 def test_frozen_ones_may_be_left_out(tmp_path: Path) -> None:
-    """They stay as the script has made them. What is trained must be there."""
+    """They stay as they are, unless all must be there. What is trained must be."""
     trained = {name: value for name, value in model(1).state_dict().items() if name.startswith("1.")}
     directory, here = saved(tmp_path, trained), model(2, frozen=True)
     load_whole_model(SimpleNamespace(module=here), directory)
     assert [bool(value.eq(1).all()) for value in here.state_dict().values()] == [False, False, True, True]
+    with pytest.raises(ValueError, match="only in the model"):
+        load_whole_model(SimpleNamespace(module=model(2, frozen=True)), directory, strict=True)
     with pytest.raises(ValueError, match=r"another model: 0\.bias, 0\.weight only in the model"):
         load_whole_model(SimpleNamespace(module=model(2)), directory)
 
