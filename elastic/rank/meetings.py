@@ -210,7 +210,12 @@ def is_refusal(error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def may_be_a_peers(error: BaseException) -> bool:
-    """Whether a collective may raise it because a peer is gone: gloo's errors are plain RuntimeErrors."""
+    """Whether a collective may raise it because a peer is gone: gloo's errors are plain RuntimeErrors.
+
+    Where we meet one beside a load, it is the cause of an OSError: frameworks that reject a state raise the same.
+    """
+    if isinstance(error, OSError) and error.__cause__ is not None:
+        return may_be_a_peers(error.__cause__)
     distributed = sys.modules.get("torch.distributed")
     known = getattr(distributed, "DistError", PeerLost)
     return type(error) is RuntimeError or isinstance(error, (PeerLost, known))

@@ -85,6 +85,13 @@ def test_others_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pyt
     assert (codes, agent.said) == ([1], [])
 
 
+def caused(text: str) -> OSError:
+    """What the verification makes of such an error, as frameworks that reject a state raise the same."""
+    error = OSError("the ranks could not tell each other what they have verified")
+    error.__cause__ = RuntimeError(text)
+    return error
+
+
 class Lost(Solo):
     """A group that has lost a peer, or not."""
 
@@ -108,6 +115,7 @@ class Lost(Solo):
         (NotImplementedError("no such operator"), False),
         (ValueError("Connection closed by peer"), False),
         (OSError("Connection reset by peer"), False),
+        (caused("Connection closed by peer"), True),
     ],
 )
 def test_the_agent_hears_whose_end_it_was(
