@@ -7,11 +7,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.protos.own_program import command_of
 from dalsegno.protos.processes import ends_with_parent
 from dalsegno.protos.shortage import starting
 
@@ -41,7 +41,7 @@ class AgentProcess:
         try:
             with starting("the agent"):
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "dalsegno.agent.commands.dlrover_run", *flags],
+                    [*command_of("dalsegno.agent.commands.dlrover_run"), *flags],
                     pass_fds=[teller, commands],
                     preexec_fn=ends_with_parent(signal.SIGTERM, os.getpid(), own_group=True),
                 )
@@ -119,7 +119,8 @@ class MirrorProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [
-                *(sys.executable, "-m", "dalsegno.relay.milestones.mirror", str(self._file)),
+                *command_of("dalsegno.relay.milestones.mirror"),
+                str(self._file),
                 *("--checkpoints", str(self._volume.job), "--hf", str(self._volume.hf)),
                 *("--events", str(self._volume.events)),
                 *self._flags,

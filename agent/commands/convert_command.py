@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from dalsegno.elastic.universal import Effort
+from dalsegno.protos.own_program import command_of
 from dalsegno.protos.shortage import starting
 from dalsegno.protos.signal_names import how_ended
 from dalsegno.protos.text import object_in
@@ -87,7 +88,7 @@ def convert(options: argparse.Namespace) -> int:
     with tempfile.TemporaryFile() as errors:
         with starting("the converter"):
             process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, *_arguments(options)],
+                [*command_of(_MODULE), *_arguments(options)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -8,7 +8,6 @@ import os
 import secrets
 import selectors
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from dalsegno.elastic.checkpoint.files import publish
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.credentials import SHORTEST_TOKEN, is_token
+from dalsegno.protos.own_program import command_of
 from dalsegno.protos.shortage import crowded, file_limit, starting
 from dalsegno.protos.text import object_in, one_line
 
@@ -46,7 +46,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", 0)
-COMMAND = (sys.executable, "-m", "dalsegno.master")
+COMMAND = command_of("dalsegno.master")
 # What a failed write says where a file may not grow.
 _OF_A_LIMIT = ("I/O error", "File too large")
 # Its store and its log, in the job's private directory.
@@ -131,7 +131,7 @@ def events_on_record(directory: Path, job_id: str) -> control_pb2.EventsReply:
         directory: private to the job.
         job_id: the job's.
     """
-    command = [sys.executable, "-m", f"{COMMAND[-1]}.on_record", str(directory / _STORE), job_id]
+    command = [*command_of(f"{COMMAND[-1]}.on_record"), str(directory / _STORE), job_id]
     try:
         done = subprocess.run(command, capture_output=True, check=False, timeout=_READ_TIMEOUT_SECONDS)
         if done.returncode:

@@ -13,10 +13,11 @@ import logging
 import os
 import signal
 import socket
-import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from dalsegno.protos.own_program import command_of
 
 from ..server.auth import TlsFiles
 from ..server.listener import Listener
@@ -113,15 +114,13 @@ class Edge:
         wire = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
         try:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", f"{__package__}.edge_process", str(wire)),
+                *command_of(f"{__package__}.edge_process"),
+                str(wire),
                 stdin=DEVNULL,
                 stdout=DEVNULL,
                 pass_fds=[wire],
                 # Signals that a terminal sends to all that it runs are for the master.
                 start_new_session=True,
-                # `-m` imports from the working directory first, where a user may have modules of his own.
-                cwd="/",
-                env=_environment(),
             )
         finally:
             os.close(wire)
@@ -170,14 +169,6 @@ class Edge:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _environment() -> dict[str, str]:
-    """This process's, for another working directory."""
-    found = dict(os.environ)
-    if paths := found.get("PYTHONPATH"):
-        found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep) if path)
-    return found
 
 
 async def _silence(home: Home) -> None:

@@ -8,13 +8,13 @@ import json
 import os
 import selectors
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
+from dalsegno.protos.own_program import command_of
 from dalsegno.protos.text import one_line
 
 __all__ = ("FULL_ERRNOS", "VOLUME_ERRNOS", "Outcome", "Transfer", "patience")
@@ -46,7 +46,7 @@ class Transfer:
     def __init__(self, job: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  `__exit__` closes it
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dalsegno.relay.milestones.transfer"],
+            command_of("dalsegno.relay.milestones.transfer"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

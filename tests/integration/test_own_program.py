@@ -1,0 +1,45 @@
+"""Our own processes import nothing from the working directory, where a user may have modules of any name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dalsegno.protos.own_program import command_of
+
+pytestmark = pytest.mark.timeout(60)
+
+STRANGER = "raise SystemExit('a stranger was imported')\n"
+ROOMS = ("agent", "elastic", "master", "protos", "relay")
+
+
+@pytest.mark.parametrize("name", ["queue.py", "logging.py", "types.py", "random.py", "json.py", "torch.py", "dalsegno"])
+@pytest.mark.parametrize("module", ["master", "elastic.universal", "agent.commands.dalsegno"])
+def test_a_program_of_ours_takes_nothing_from_the_working_directory(tmp_path: Path, module: str, name: str) -> None:
+    """Nor is anything missing there: a folder `dalsegno` is what a clone of the repository makes."""
+    if name == "dalsegno":
+        for room in ROOMS:
+            (tmp_path / name / room).mkdir(parents=True)
+            (tmp_path / name / room / "__init__.py").write_text(STRANGER)
+    else:
+        (tmp_path / name).write_text(STRANGER)
+    line = [*command_of(f"dalsegno.{module}"), "--help"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize("flags", [(), pytest.param(("-P",), marks=pytest.mark.skipif("sys.version_info < (3, 11)"))])
+def test_a_module_runs_as_with_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]) -> None:
+    """With its own name in front of its arguments, as `__main__`, and with the same path but for its first entry."""
+    text = "import sys\nprint(__name__, __spec__.name, sys.modules['__main__'].__file__, sys.argv, sys.path)\n"
+    (tmp_path / "shown.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said = [
+        subprocess.run([*words, "a", "--b"], cwd="/", capture_output=True, text=True, check=True, timeout=30).stdout
+        for words in (command_of("shown", flags), (sys.executable, *flags, "-m", "shown"))
+    ]
+    assert said[0] == said[1].replace("['/', ", "[")
