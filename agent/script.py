@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .own_modules import first_path, nearby, own_places, tops_in
+
 __all__ = [
     "ALWAYS",
     "FLAG",
@@ -79,7 +81,7 @@ _HEAVY = (
     "dalsegno.swift_plugin",
     "swift",
 )
-# Nobody's own modules, wherever they lie.
+# Nobody's own modules, unless they lie beside the script.
 _LIBRARIES = {name.partition(".")[0] for name in (*ALWAYS, *_HEAVY)}
 # What these modules import only when used, which then takes seconds; "?": silently left out if it is missing.
 _LATER = {
@@ -111,6 +113,8 @@ _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
 _FROM = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]{,4096}\)|[^\n#]*)", re.MULTILINE)
 # With these a script imports what its text does not name.
 _RUN_OTHERS = frozenset({"__import__", "eval", "exec", "importlib", "pkgutil", "runpy", "site"})
+# With these a script changes where Python finds modules.
+_CHANGED_PATH = re.compile(r"\bsys\.path\b|\baddsitedir\b|\bfrom sys import\b")
 # Most files of one's own that are read for what a script imports.
 _MOST_FILES = 100
 # Characters of a script that are read to guess what it imports.
@@ -293,7 +297,8 @@ def _own_files(source: Path | str | None) -> tuple[Path, ...]:
         return ()
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [path for path in paths if path and not path.rstrip("/").endswith("-packages")]  # of installed ones
-    key = file.absolute(), tuple(Path(path).absolute() for path in ("", *paths))
+    roots = tuple(Path(path).absolute() for path in ("", *paths))
+    key = file.absolute(), roots, frozenset(_LIBRARIES - tops_in(own_places(first_path(source)), _LIBRARIES))
     known = _known.get(key, {})
     if not known or any(_look(one) != look for one, look in known.items()):
         _known.clear()
@@ -303,7 +308,7 @@ def _own_files(source: Path | str | None) -> tuple[Path, ...]:
 
 # The files of the script that was asked for last, and how they looked. An agent asks several times, and each name is
 # looked for in each place.
-_known: dict[tuple[Path, tuple[Path, ...]], dict[Path, tuple[int, ...]]] = {}
+_known: dict[tuple[Path, tuple[Path, ...], frozenset[str]], dict[Path, tuple[int, ...]]] = {}
 
 
 def _look(path: Path) -> tuple[int, ...]:
@@ -314,12 +319,12 @@ def _look(path: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _with_own_modules(script: Path, roots: tuple[Path, ...]) -> tuple[Path, ...]:
+def _with_own_modules(script: Path, roots: tuple[Path, ...], libraries: frozenset[str]) -> tuple[Path, ...]:
     seen, left, read = {script}, [script], list[Path]()
     while left and len(read) < _MOST_FILES:
         one = left.pop()
         read.append(one)
-        names = [name for name in _modules_in(one) if name.partition(".")[0] not in _LIBRARIES and name.strip(".")]
+        names = [name for name in _modules_in(one) if name.partition(".")[0] not in libraries and name.strip(".")]
         near = {
             root.joinpath(*path, end)
             for *path, last in (name.split(".") for name in names)
@@ -361,7 +366,8 @@ def asks_hub(script: Script) -> bool:
     """
     if any(_OWN_HUB.search(text_of(one)) for one in _own_files(script.source)):
         return False
-    return any(name.partition(".")[0] in _ASK_HUB for name in _named_by(script.source))
+    named = {name.partition(".")[0] for name in _named_by(script.source)} & _ASK_HUB
+    return bool(named - tops_in(own_places(first_path(script.source)), named))
 
 
 def runs_ahead(script: Script, wanted: str) -> bool:
@@ -426,6 +432,8 @@ def advice(error: str) -> str:
 def modules_of(script: Path | str | None) -> tuple[str, ...]:
     """The heavy modules to import for a script, as far as its text, and that of its own modules, names them.
 
+    Not those that Python would find beside the script, or in PYTHONPATH: they are the user's own.
+
     Args:
         script: Its file; or the name of a module. Of one that is not below the working directory only the name counts,
             because finding its file could need imports. None: neither.
@@ -437,7 +445,12 @@ def modules_of(script: Path | str | None) -> tuple[str, ...]:
     later = [one for module in wanted for one in _LATER.get(module, ())]
     if "deepspeed" in wanted and "dalsegno.elastic" in wanted:
         later.append("dalsegno.elastic.deepspeed?")
-    return (*ALWAYS, *wanted, *later)
+    modules = (*ALWAYS, *wanted, *later)
+    places = own_places(first_path(script))
+    if any(_CHANGED_PATH.search(text_of(one)) for one in _own_files(script)):
+        places += nearby(script)
+    theirs = tops_in(places, modules)
+    return tuple(name for name in modules if name.rstrip("?").partition(".")[0] not in theirs)
 
 
 def _is_plain(script: Path) -> bool:

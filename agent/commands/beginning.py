@@ -20,6 +20,7 @@ from dalsegno.protos.options import UsageError
 from dalsegno.protos.shortage import file_limit, prove_descriptors, prove_room, starting
 from dalsegno.protos.trace import trace_into
 
+from ..own_modules import first_path
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
 from ..script import Script, modules_of
@@ -162,7 +163,8 @@ def nursery_spec(
     environment = dict(environment)
     if _THREADS not in environment and _seems_to_have_several(options.nproc_per_node, environment):
         environment[_THREADS] = "1"
-    return NurserySpec(modules_of(script.source), log, tuple(notices), environment)
+    first = first_path(script.source)
+    return NurserySpec(modules_of(script.source), log, tuple(notices), environment, first=first)
 
 
 def _seems_to_have_several(nproc: str, environment: Mapping[str, str]) -> bool:

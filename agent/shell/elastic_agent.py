@@ -30,6 +30,7 @@ from ..decisions import events as ev
 from ..decisions import handling
 from ..decisions.told import told
 from ..dlrover.beside import DlroverSupport
+from ..own_modules import first_path
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
 from ..script import FLAG, Script, advice, modules_of, reads, refuses_flag, tells_of_a_peer
@@ -268,6 +269,7 @@ class ElasticAgent(LocalElasticAgent):
             lambda: self._mailbox.put(ev.StandbyWarm(self._prepared_for)),
             notices=self._watch.signals,
             early=early,
+            first=first_path(self._script.source),
         )
 
     def _start_world(self, world: control_pb2.World) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.own_program import command_of
 
 __all__ = ["arguments_for", "install", "wanted"]
 
@@ -28,7 +29,7 @@ def wanted(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 def arguments_for(arguments: Sequence[str]) -> tuple[str, ...]:
     """The interpreter's arguments for the script that `-u script …` or `-u -m module …` would run without hooks."""
-    return ("-u", "-m", "dalsegno.agent.standby.hooks", *arguments[1:])
+    return ("-u", *command_of("dalsegno.agent.standby.hooks")[1:], *arguments[1:])
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:

@@ -1,17 +1,21 @@
 """The nursery: a process that has imported the heavy modules once, and forks a worker when one is wanted.
 
-Executed as `python -u -m dalsegno.agent.standby.nursery --channel FD …` by `standby_pool`. Over the channel (a socket,
-JSON messages behind four bytes of length) it reports what it has imported, takes `{"start": ID, …assignment}`, and
-answers `{"started": ID, "pid": PID}` and later `{"exited": ID, "code": STATUS}` (negative for a signal). In between it
-passes on messages of the worker itself, as `{"of": ID, …}`: `"imports"` if the script imports `dalsegno.elastic`, where
-`session()` comes from, and the nursery had not. `{"cancel": ID}` takes back a start that was not carried out; then
-only `exited` follows. The forked process becomes the script as `python -u script.py …` or `python -u -m module …` would
-have run it, with the assignment's environment, arguments, working directory and output. At the end of the channel the
-nursery ends, and its workers with it.
+Executed as `python -u …/own_program.py dalsegno.agent.standby.nursery --channel FD …` by `standby_pool`. Over the
+channel (a socket, JSON messages behind four bytes of length) it reports what it has imported, takes
+`{"start": ID, …assignment}`, and answers `{"started": ID, "pid": PID}` and later `{"exited": ID, "code": STATUS}`
+(negative for a signal). In between it passes on messages of the worker itself, as `{"of": ID, …}`: `"imports"` if the
+script imports `dalsegno.elastic`, where `session()` comes from, and the nursery had not. `{"cancel": ID}` takes back a
+start that was not carried out; then only `exited` follows. The forked process becomes the script as
+`python -u script.py …` or `python -u -m module …` would have run it, with the assignment's environment, arguments,
+working directory and output. At the end of the channel the nursery ends, and its workers with it.
 
 A worker that is started with `"ahead": true` has no place in a world yet: it runs as far as it can without one
 (`run_ahead`, also of `"plainly"`) and reports `"parked"`. `{"place": ID, …}` gives it its place, and it reports
 `"taken"`. If it cannot take the place, it reports why (`"stale"`, `"failed"`, `"late"`) and ends.
+
+The script's directory is first on `sys.path` before anything is imported for it (`--first`), as where Python runs it.
+Imports that come to a module of the user's own are broken off (`"own"`, `only_installed`), and workers then begin with
+a fresh interpreter.
 
 Forking is safe because only imports have happened here: one thread, no CUDA, no connection. If an import started
 threads, or CUDA's driver, neither of which survives a fork, the nursery says so (`"unforkable"`) and is not used.
@@ -39,6 +43,8 @@ from dalsegno.protos.processes import ends_with_parent
 from dalsegno.protos.ready import readable
 from dalsegno.protos.shortage import shortage
 
+from ..own_modules import take_first_path
+from .only_installed import OnlyInstalled, OwnModuleMet
 from .word import MAX_MESSAGE_BYTES, Word
 from .worker_main import Assignment, become
 
@@ -81,13 +87,24 @@ def _import_all(modules: list[str], niceness: int, failed: dict[str, str]) -> No
     for name in modules:
         try:
             importlib.import_module(name.removesuffix("?"))
+        except OwnModuleMet:
+            return  # the script imports the rest
         except Exception as error:  # a foreign module may raise anything; the script itself will raise it again
             if not name.endswith("?"):
                 failed[name] = f"{type(error).__name__}: {error}"
 
 
-def warm_up(modules: list[str], niceness: int) -> dict[str, object]:
-    """Imports the modules, on a thread of lower priority if `niceness` says so. Returns what to report."""
+def warm_up(modules: list[str], niceness: int, first: str = "") -> dict[str, object]:
+    """Imports the modules, on a thread of lower priority if `niceness` says so. Returns what to report.
+
+    Args:
+        first: the directory that the script has first on `sys.path`; "": none.
+    """
+    with OnlyInstalled(first) as installed:
+        return {**_warm_up([] if installed.met else modules, niceness), "own": installed.met}
+
+
+def _warm_up(modules: list[str], niceness: int) -> dict[str, object]:
     if niceness and "torch" in modules:
         # OpenBLAS starts its threads when numpy is imported, and they would keep the lower priority for good.
         _import_all(["numpy"], 0, {})
@@ -122,10 +139,17 @@ class _Nursery:
     Args:
         single: do not fork, but become the first assignment (for a nursery that turned out not to be forkable).
         notices: signals to ignore; blocked until then.
+        first: the directory that the script has first on `sys.path`; "": none.
     """
 
     def __init__(
-        self, channel: socket.socket, modules: list[str], niceness: int, single: bool, notices: list[int]
+        self,
+        channel: socket.socket,
+        modules: list[str],
+        niceness: int,
+        single: bool,
+        notices: list[int],
+        first: str = "",
     ) -> None:
         self._channel = channel
         # What was read of a request whose rest has yet to come.
@@ -147,7 +171,7 @@ class _Nursery:
             end.setblocking(False)
         self._report: dict[str, object] | None = None
         self._ready = False
-        self._imports = threading.Thread(target=self._import, args=(modules, niceness), name="imports")
+        self._imports = threading.Thread(target=self._import, args=(modules, niceness, first), name="imports")
 
     def serve(self) -> Assignment | None:
         """Receives requests from the beginning, and carries them out once the imports are done."""
@@ -198,8 +222,8 @@ class _Nursery:
                 self._requests.append(message)
         return True
 
-    def _import(self, modules: list[str], niceness: int) -> None:
-        self._report = warm_up(modules, niceness)
+    def _import(self, modules: list[str], niceness: int, first: str) -> None:
+        self._report = warm_up(modules, niceness, first)
         self._wake_writer.send(b"\0")
 
     def _settle(self) -> None:
@@ -321,9 +345,9 @@ class _Nursery:
             random.seed()
 
     def execs(self) -> bool:
-        """Whether a worker must begin with a fresh interpreter because of what the imports started."""
+        """Whether a worker must begin with a fresh interpreter because of what the imports started, or broke off."""
         assert self._report is not None
-        return bool(self._report["unforkable"]) and not self._single
+        return bool(self._report["own"]) or (bool(self._report["unforkable"]) and not self._single)
 
     def _reap(self) -> None:
         while True:
@@ -351,6 +375,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, default=0)
     parser.add_argument("--nice", type=int, default=0)
     parser.add_argument("--single", action="store_true")
+    parser.add_argument("--first", default="")
     parser.add_argument("--notices", type=int, nargs="*", default=[])
     parser.add_argument("modules", nargs="*")
     options = parser.parse_args()
@@ -362,9 +387,10 @@ def main() -> None:
     # Lets torch look for devices without initializing CUDA's driver, after which this process could not fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     console = (options.console[0], options.console[1])
-    nursery = _Nursery(
-        socket.socket(fileno=options.channel), options.modules, options.nice, options.single, options.notices
-    )
+    channel, first = socket.socket(fileno=options.channel), options.first
+    # Before the imports: they are to find what they would find in the script's own process.
+    take_first_path(first)
+    nursery = _Nursery(channel, options.modules, options.nice, options.single, options.notices, first)
     try:
         assignment = nursery.serve()
     except (BrokenPipeError, ConnectionResetError):

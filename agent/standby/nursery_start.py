@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dalsegno.protos.own_program import command_of
 from dalsegno.protos.shortage import starting
 
 from ..processes.lifeline import Lifeline
@@ -43,6 +44,7 @@ class NurserySpec:
             DS_ACCELERATOR).
         python: the interpreter.
         single: it becomes its only worker itself.
+        first: the directory that the script has first on `sys.path`; "": none.
     """
 
     modules: tuple[str, ...]
@@ -51,16 +53,18 @@ class NurserySpec:
     environment: Mapping[str, str]
     python: str = sys.executable
     single: bool = False
+    first: str = ""
 
     def command(self, channel: int, console: Sequence[int], parent: int, niceness: int) -> list[str]:
         """Its command line; the numbers are descriptors, and a process that it ends with (0: none)."""
         return [
-            *(self.python, "-u", "-m", "dalsegno.agent.standby.nursery"),
+            *command_of("dalsegno.agent.standby.nursery", ("-u",), self.python),
             *("--channel", str(channel)),
             *("--console", *map(str, console)),
             *("--parent", str(parent)),
             *("--nice", str(niceness)),
             *(("--single",) if self.single else ()),
+            f"--first={self.first}",
             *("--notices", *map(str, self.notices)),
             *("--", *self.modules),
         ]

@@ -45,6 +45,7 @@ class StandbyPool:
         patience_seconds: seconds that imports may take before a nursery is given up. Its workers then start cold.
         notices: signals that a nursery ignores, because they may be sent to all processes of the node.
         early: a nursery that was started before; it is used if it was started as this pool would have done it.
+        first: the directory that the script has first on `sys.path`; "": none.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class StandbyPool:
         patience_seconds: float = _IMPORT_PATIENCE_SECONDS,
         ahead_patience_seconds: float = AHEAD_PATIENCE_SECONDS,
         early: StartedNursery | None = None,
+        first: str = "",
     ) -> None:
         self._lifeline = lifeline
         self._count = count
@@ -71,6 +73,7 @@ class StandbyPool:
         self._notices = tuple(int(number) for number in notices)
         self._patience_seconds = patience_seconds
         self._early = early
+        self._first = first
         self._stuck = 0
         self._lock = threading.RLock()
         self._nurseries: list[Nursery] = []
@@ -213,6 +216,7 @@ class StandbyPool:
             {**os.environ, **self._lifeline.environment()},
             self._python,
             single=not self._fork,
+            first=self._first,
         )
         started = self._take_early(spec) or start_nursery(spec, self._lifeline, low_priority=low_priority)
         try:
@@ -267,7 +271,17 @@ class StandbyPool:
         with self._lock:
             if self._closed:
                 return
-            if self._fork and report["unforkable"]:
+            if report.get("own"):
+                # It serves earlier requests (with fresh interpreters), as others would.
+                logger.warning(
+                    "ranks start cold: the script has a module %s of its own, which only they may import",
+                    report["own"],
+                )
+                self._stuck = _MOST_STUCK
+                if nursery in self._nurseries:  # one that becomes its own worker has left the list already
+                    self._nurseries.remove(nursery)
+                    self._retired.append(nursery)
+            elif self._fork and report["unforkable"]:
                 # It serves earlier requests (with fresh interpreters); from now on each worker has a process of its
                 # own.
                 logger.warning("%s: workers are not forked, but wait one by one", report["unforkable"])

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from dalsegno.protos import staying
 
+from ..own_modules import take_first_path
 from . import hooks
 from .run_ahead import RunAhead, report_of
 from .staying import Staying, redirect
@@ -39,6 +40,7 @@ class Assignment:
         environment: the whole environment; variables that the process had before are dropped.
         cwd: the working directory.
         stdout, stderr: files to write to instead of the agent's own streams.
+        helper: it is a module of ours, which finds nothing of the user's first.
     """
 
     arguments: list[str]
@@ -47,6 +49,7 @@ class Assignment:
     cwd: str
     stdout: str | None = None
     stderr: str | None = None
+    helper: bool = False
 
 
 def _redirect(path: str | None, saved: int, target: int) -> None:
@@ -84,15 +87,9 @@ def _end(code: object) -> NoReturn:
     os._exit(status & 0xFF)
 
 
-def _set_first_path(path: str) -> None:
-    # With -P or PYTHONSAFEPATH the interpreter adds no path of its own in front.
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = path
-
-
 def _run_script(path: str) -> None:
     """Runs a file as `__main__`, for good: what outlives the last line (threads, atexit) still finds its module."""
-    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    take_first_path(os.path.dirname(os.path.realpath(path)))
     loader = SourceFileLoader("__main__", path)
     with open(path, "rb") as file:
         # Without `dont_inherit` the script would get this module's __future__ flags.
@@ -169,7 +166,8 @@ def become(
         staying.offer(Staying(word))
     if running is not None:
         running.begin()
-    run_to_end(assignment.arguments[0], assignment.module, assignment.cwd, running)
+    first = "" if assignment.helper else assignment.cwd
+    run_to_end(assignment.arguments[0], assignment.module, first, running)
 
 
 def run_to_end(name: str, module: bool, cwd: str, running: RunAhead | None = None) -> NoReturn:
@@ -178,12 +176,12 @@ def run_to_end(name: str, module: bool, cwd: str, running: RunAhead | None = Non
     Args:
         name: the script's path, or the module's name; `sys.argv` has the arguments.
         module: it names a module.
-        cwd: the working directory.
+        cwd: the working directory, which comes first for a module; "": nothing does.
         running: it runs ahead.
     """
     try:
         if module:
-            _set_first_path(cwd)
+            take_first_path(cwd)
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
             _run_script(name)

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import IO
 
 from dalsegno.elastic.checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, Manifest
 from dalsegno.protos import control_pb2
+from dalsegno.protos.own_program import command_of
 from dalsegno.protos.shortage import starting
 from dalsegno.protos.signal_names import how_ended
 from dalsegno.protos.text import object_in
@@ -28,7 +28,7 @@ from ..standby.worker_main import Assignment
 
 __all__ = ["ConversionJob"]
 
-# The converter's process (`python -m dalsegno.elastic.universal`); docs/contracts.md.
+# The converter's process; docs/contracts.md.
 _STATES = {
     0: control_pb2.CONVERSION_STATE_READY,
     65: control_pb2.CONVERSION_STATE_SOURCE_BAD,
@@ -199,6 +199,7 @@ class ConversionJob:
             # end before the converter has begun.
             stdout=f"/proc/{os.getpid()}/fd/{writer}",
             stderr=str(self._log),
+            helper=True,
         )
         process = self.nursery(assignment)
         if process is None:
@@ -210,7 +211,7 @@ class ConversionJob:
     def _start_cold(self, arguments: list[str]) -> _Converter:
         with open(self._log, "ab") as log, starting("the converter"):
             process = subprocess.Popen(
-                [sys.executable, "-m", self._module, *arguments],
+                [*command_of(self._module), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

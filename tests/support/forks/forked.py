@@ -173,7 +173,7 @@ def _become_script(command: list[str], module: bool, environment: dict[str, str]
     from dalsegno.agent.standby.worker_main import Assignment, become
 
     # As an interpreter does it when it starts.
-    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     console = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     become(Assignment(command, module, environment, cwd), (console, os.dup(console)), fresh=False)
 
@@ -190,7 +190,7 @@ def take_environment(environment: Mapping[str, str]) -> None:
 
 
 def take_command_line(command: Sequence[str]) -> None:
-    """Makes its first words (`python -u -m MODULE`) what `/proc/<pid>/cmdline` shows of this forked process."""
+    """Makes its first words (`python -u FILE MODULE`) what `/proc/<pid>/cmdline` shows of this forked process."""
     _show(command[:4], 45)
 
 

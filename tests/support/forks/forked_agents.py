@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dalsegno.agent.control.spawning import COMMAND as MASTER
+from dalsegno.protos.own_program import command_of
 
 from ..hosts.namespaces import Inside, as_child_in, words_in
 from .forked import PRELOADED, ROOT, Forked, take_command_line, take_environment
@@ -104,7 +105,7 @@ def _run_agent(
     from dalsegno.agent.control import spawning
     from dalsegno.agent.standby import nursery_start
 
-    nursery_start.subprocess = _Subprocess(nurseries, (sys.executable, "-u", "-m", NURSERY))  # type: ignore[assignment]
+    nursery_start.subprocess = _Subprocess(nurseries, command_of(NURSERY, ("-u",)))  # type: ignore[assignment]
     spawning.subprocess = _Subprocess(masters, MASTER)  # type: ignore[assignment]
     dlrover_run.main()
     raise AssertionError("the agent returned")
@@ -128,15 +129,19 @@ def _take_files(files: Mapping[int, int]) -> None:
     os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
 
 
-def _take_arguments(command: list[str], first_path: str) -> None:
+def _take_arguments(command: list[str], *first_path: str) -> None:
     sys.argv = command
-    sys.path[:] = [first_path, *(path for path in sys.path if path not in ("", str(ROOT)))]
+    sys.path[:] = [*first_path, *(path for path in sys.path if path not in ("", str(ROOT)))]
 
 
-def _customize() -> None:
-    """What an interpreter does when it starts, for modules that a test has put in its way."""
+def _customize(index: int = 1) -> None:
+    """What an interpreter does when it starts, for modules that a test has put in its way.
+
+    Args:
+        index: of `sys.path`, where they come.
+    """
     for directory in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        sys.path.insert(1, directory)
+        sys.path.insert(index, directory)
         if (custom := Path(directory) / "sitecustomize.py").exists():
             runpy.run_path(str(custom), run_name="sitecustomize")
 
@@ -180,8 +185,8 @@ def _grow(channel: socket.socket, be: Callable[[list[str]], object]) -> NoReturn
     _take_files(dict(zip(numbers, fds, strict=True)))
     # As with -u.
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), write_through=True) for fd in (1, 2))
-    _take_arguments(command, os.getcwd())
-    _customize()
+    _take_arguments(command)
+    _customize(0)
     code: object = 1
     try:
         code = be(command)

@@ -157,16 +157,65 @@ def test_a_script_is_what_its_own_modules_are(
 
 
 def test_libraries_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they import is not what the script needs, wherever somebody has put them."""
-    for name in ("transformers", "site-packages/other"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "__init__.py").write_text("import deepspeed")
+    """What they import is not what the script needs."""
+    for name in ("transformers", "other"):
+        (tmp_path / "site-packages" / name).mkdir(parents=True)
+        (tmp_path / "site-packages" / name / "__init__.py").write_text("import deepspeed")
     script = tmp_path / "train.py"
     script.write_text("import transformers, other\nimport other\nimport missing")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site-packages'}:{tmp_path / 'nowhere'}")
     assert "transformers" in modules_of(script)
     assert "deepspeed" not in modules_of(script)
+
+
+@pytest.mark.parametrize(
+    ("files", "how", "left_out"),
+    [
+        (["proj/datasets/__init__.py"], "script", {"datasets"}),
+        (["proj/datasets.py", "proj/peft/__init__.py"], "script", {"datasets", "peft"}),
+        (["proj/datasets/files.txt", "proj/transformers/docs/__init__.py"], "script", set()),
+        (["datasets/__init__.py", "proj/__init__.py"], "script", set()),
+        (["datasets/__init__.py", "proj/__init__.py"], "module", {"datasets"}),
+        (["proj/datasets/__init__.py"], "module", set()),
+        (["proj/torch.py"], "script", {"torch"}),
+        (["proj/deepspeed/__init__.py"], "script", {"deepspeed"}),
+        (["code/datasets/__init__.py"], "PYTHONPATH", {"datasets"}),
+        (["code/datasets/__init__.py", "code/other-1.dist-info/RECORD"], "PYTHONPATH", set()),
+        (["proj/datasets/__init__.py"], "PYTHONSAFEPATH", {"datasets"} if sys.version_info < (3, 11) else set()),
+        (["datasets/__init__.py"], "sys.path", {"datasets"}),
+        (["src/datasets/__init__.py"], "sys.path", {"datasets"}),
+        (["src/data/datasets/__init__.py"], "sys.path", set()),
+        (["proj/dalsegno/elastic/__init__.py"], "script", set()),
+    ],
+)
+def test_what_is_the_users_own_is_not_imported_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], how: str, left_out: set[str]
+) -> None:
+    """As Python finds it from where the script is; an installed package comes before a folder with no Python in it."""
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    named = ("transformers", "datasets", "peft", "dalsegno.elastic")
+    script = tmp_path / "proj" / "train.py"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text("".join(f"import {name}\n" for name in named) + "import sys\nsys.path\n" * (how == "sys.path"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code") if how == "PYTHONPATH" else "")
+    if how == "PYTHONSAFEPATH":
+        monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    found = {name.rstrip("?").partition(".")[0] for name in modules_of("proj.train" if how == "module" else script)}
+    everything = {"torch", "transformers", "datasets", "peft", "dalsegno", "deepspeed"}
+    assert found == everything - left_out
+
+
+def test_ones_own_package_is_read_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it imports is what the script needs."""
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "__init__.py").write_text("from dalsegno.elastic import session")
+    (tmp_path / "train.py").write_text("import datasets")
+    monkeypatch.chdir("/")
+    assert expects_session(Script(sys.executable, ("-u", str(tmp_path / "train.py"))))
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,16 @@ def test_modules_of_ones_own_ask_for_the_script(tmp_path: Path, monkeypatch: pyt
     assert not asks_hub(one)
 
 
+def test_a_package_of_the_users_asks_for_nothing_by_its_name(tmp_path: Path) -> None:
+    """A `datasets` beside the script is no library, and what it imports counts."""
+    one = script(tmp_path, "from datasets import Mine\n")
+    assert asks_hub(one)
+    (tmp_path / "datasets.py").write_text("class Mine: pass\n")
+    assert not asks_hub(one)
+    (tmp_path / "datasets.py").write_text("import timm\n")
+    assert asks_hub(one)
+
+
 def test_ms_swifts_modules_ask(tmp_path: Path) -> None:
     """They have no text of the user's."""
     for name in ("swift.cli.sft", "dalsegno.swift_plugin.sft"):
