@@ -18,6 +18,7 @@ from dalsegno.protos.contract import Variable
 from dalsegno.protos.shortage import shortage
 
 from ..decisions import events as ev
+from ..own_modules import first_path
 from ..processes.lifeline import Lifeline
 from ..script import Script
 from . import names
@@ -71,9 +72,7 @@ class DlroverSupport:
         self.save_timeout = 0.0
         if not wanted:
             return
-        source = script.source
-        path = str(source.absolute().parent) if isinstance(source, Path) else ""
-        self._saver = NodeSaver(job_id, directory, path, log, lifeline, self._heard, say)
+        self._saver = NodeSaver(job_id, directory, first_path(script.source), log, lifeline, self._heard, say)
         # What the workers get in every world.
         self.variables = {**self._saver.variables, Variable.HOOKS: ",".join(_HOOKS + ([_FIXES] if fixes else []))}
         if fixes:

@@ -38,6 +38,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..own_modules import take_first_path
 from ..processes.keeper import DEAF_TO
 from . import latest
 from .orders import objects_of, plain_of
@@ -342,7 +343,8 @@ def _answer(companion: Companion, order: dict[str, Any], say: Callable[[dict[str
 
 
 def main() -> None:
-    """Answers orders until there are no more."""
+    """Answers orders until there are no more. Its argument is what the script has first on `sys.path`."""
+    take_first_path(sys.argv[1])
     # Notices to all processes of a node are meant for the agent, which then needs this one.
     for signum in DEAF_TO:
         signal.signal(signum, signal.SIG_IGN)

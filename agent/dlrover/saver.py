@@ -7,13 +7,13 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dalsegno.protos.own_program import command_of
 from dalsegno.protos.shortage import starting
 from dalsegno.protos.signal_names import killed_by
 from dalsegno.protos.text import object_in
@@ -45,7 +45,7 @@ class NodeSaver:
     Args:
         job_id: the job's.
         directory: a private directory of this agent, for the files that DLRover's classes read and write.
-        path: where the script's own modules are; its storage class may be one of them.
+        path: what the script has first on `sys.path`; its storage class may be in a module there.
         log: where the companion's output goes.
         lifeline: the process is registered with it, and so is what it may leave behind.
         heard: called on a thread of its own with (epoch, step) when DLRover's classes tell of a new step.
@@ -186,16 +186,15 @@ class NodeSaver:
 
     def _start(self) -> None:
         added = {**self.variables, **self._lifeline.environment()}
-        paths = [self._path, *filter(None, [os.environ.get("PYTHONPATH", "")])]
         with open(self._log, "ab") as log, starting("the saver of Flash Checkpoint"), held_back(DEAF_TO):
             process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "dalsegno.agent.dlrover.companion"],
+                [*command_of("dalsegno.agent.dlrover.companion", ("-u",)), self._path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 start_new_session=True,
-                env={**os.environ, **added, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**os.environ, **added},
             )
         self._lifeline.add_group(process.pid)
         self._process, self._up = process, False

@@ -43,3 +43,15 @@ def test_a_module_runs_as_with_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for words in (command_of("shown", flags), (sys.executable, *flags, "-m", "shown"))
     ]
     assert said[0] == said[1].replace("['/', ", "[")
+
+
+def test_the_saver_of_flash_checkpoint_finds_the_scripts_modules_after_its_own(tmp_path: Path) -> None:
+    """A storage class may be one of them; nothing that the saver itself needs is."""
+    for name in ("json", "signal", "threading", "dalsegno/agent/__init__", "dalsegno/protos/__init__"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(STRANGER)
+    (tmp_path / "dlrover.py").write_text("raise ImportError('of the script')\n")
+    line = [*command_of("dalsegno.agent.dlrover.companion"), str(tmp_path)]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, input="")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "its saver cannot be loaded: ImportError: of the script" in done.stdout
