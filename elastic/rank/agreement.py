@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .collective import Collective, OtherThread
+from .collective import Collective, OtherThread, PeerLost
 
 PART = "part"
 """Under this name a rank says ``[number, of]``: which part of each global batch is its own, and of how many parts."""
@@ -54,7 +54,7 @@ def agree(
         Unlike: Something differs, or some part of the data belongs to no rank.
         Refusal: Some rank has a problem that is final.
         Trouble: Some rank has a problem that is not final.
-        RuntimeError: A rank ended before it came here. (Each of these is raised on all ranks.)
+        PeerLost: A rank ended before it came here. (Each of these is raised on all ranks.)
         OtherThread: This is not the main thread. No rank has ended.
     """
     said = {"alike": dict(alike), "problem": problem, "final": final}
@@ -67,7 +67,7 @@ def agree(
     except OtherThread:
         raise
     except RuntimeError as error:
-        raise RuntimeError(f"another rank ended before the first step; its own output says why ({error})") from error
+        raise PeerLost(f"another rank ended before the first step; its own output says why ({error})") from error
     told = [answer["alike"] for answer in answers]
     wrong = differences(told)
     if wrong:

@@ -43,7 +43,7 @@ class OtherThread(RuntimeError):
 
 
 class PeerLost(RuntimeError):
-    """A peer is gone, or is no longer waited for. Raised only inside ``Collective.unless``."""
+    """A peer is gone, or is no longer waited for. Raised inside ``Collective.unless``, and by ``agree``."""
 
 
 class Pending(Protocol):

@@ -162,14 +162,20 @@ def watch_the_end(meetings: Meetings, when_lost: Callable[[], object]) -> None:
     """
 
     def end(error: BaseException, trace: TracebackType | None) -> None:
-        second = isinstance(error, SessionOver) and not is_decided()
-        if second or (not meetings.over and is_refusal(error, trace)):
-            meetings.refused(str(error) or type(error).__name__)
-        elif not meetings.over and may_be_a_peers(error):
+        text = str(error) or type(error).__name__
+        if isinstance(error, SessionOver) and not is_decided():
+            meetings.refused(text)
+        elif meetings.over:
+            return
+        elif (refusal := is_refusal(error, trace)) and not has_a_peers(error):
+            meetings.refused(text)
+        elif refusal or may_be_a_peers(error):
             # Asked first: whoever looks for a lost peer cannot use the group any more.
             line = meetings.apart()
             if meetings.say_if_a_peer_is_lost():
                 when_lost()
+            elif refusal:
+                line = text
             if line:
                 meetings.refused(line)
 
@@ -219,6 +225,12 @@ def may_be_a_peers(error: BaseException) -> bool:
     distributed = sys.modules.get("torch.distributed")
     known = getattr(distributed, "DistError", PeerLost)
     return type(error) is RuntimeError or isinstance(error, (PeerLost, known))
+
+
+def has_a_peers(error: BaseException) -> bool:
+    """Whether a ValueError was made from an error that may be a peer's end. What all ranks have agreed on was not."""
+    cause = error.__cause__
+    return not isinstance(error, Refusal) and cause is not None and may_be_a_peers(cause)
 
 
 def is_mistake(error: BaseException) -> bool:

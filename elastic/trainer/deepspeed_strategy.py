@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from dalsegno.protos.reads import Reads
 
 from ..saving.optimizers import check_kept
 from ..saving.replicas import check_shape
+from ..saving.unfit import rejecting
 from ..training.first_weights import FirstBuffers
 from ..training.unlisted import Unlisted
 from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, resume_rates
@@ -98,7 +99,8 @@ class DeepSpeed(Strategy):
         self.model, self._unlisted = self._engine, Unlisted(self._engine.module)
         self._buffers = FirstBuffers(self._engine.module)
         # The Trainer compares the schedule itself, for every strategy.
-        state = ours.restore(self._engine, resume, other_schedule=True)
+        with nullcontext() if resume is None else rejecting():
+            state = ours.restore(self._engine, resume, other_schedule=True)
         if resume is None:
             return {}
         self._unlisted.load(state.get(_UNLISTED, {}))

@@ -24,6 +24,7 @@ from ..rank.process_group import init_process_group
 from ..saving.bundles import Bundle
 from ..saving.optimizers import check_sharded, say_added
 from ..saving.replicas import check_whole, loadable, loadable_weights, plainly, tensors
+from ..saving.unfit import rejecting
 from ..training.first_weights import FirstWeights
 from ..training.reading_state import check_same_dtypes, check_same_names, owned, read_tensors
 from ..training.unlisted import Unlisted
@@ -124,14 +125,15 @@ class FSDP(Strategy):
         if resume is None:
             return {}
         mark("built")
-        with resume.loading() as files:
+        with resume.loading() as files, rejecting():
             shared = load(files.path, model, self.optimizer, cast=self._cast)
         mark("loaded")
         self._resumed = resume.ref.name
         # Earlier versions had neither of them.
         self._had_frozen = shared.get("frozen")
         self._unlisted.load(shared.get("unlisted", {}))
-        return load_trainer_state(resume.path, self.scheduler, self.loss_scale)
+        with rejecting():
+            return load_trainer_state(resume.path, self.scheduler, self.loss_scale)
 
     def backward(self, loss: Tensor) -> None:
         self.loss_scale.scale(loss).backward()  # type: ignore[no-untyped-call]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -30,6 +29,7 @@ from ..saving.background_save import background
 from ..saving.outcomes import SaveError
 from ..saving.replicas import unwrapped
 from ..saving.resuming import check_strategy
+from ..saving.unfit import Unfit
 from ..script.session import Session, session
 from ..training.accumulation import Accumulation
 from ..training.draws import drawn_in
@@ -257,12 +257,9 @@ class Trainer:
         try:
             model = unwrapped(self.model, compiled=True)
             return self._strategy.setup(model, made.optimizer, made.scheduler, setting)
-        # Errors with which a framework rejects states of another model or optimizer.
-        except (AttributeError, KeyError, RuntimeError) as error:
-            if resume is None or isinstance(error, torch.OutOfMemoryError | dist.DistError):
-                raise
-            why = " ".join(str(error).split())
-            raise ValueError(f"{resume.ref.name} does not fit this training ({made}): {why}") from error
+        except Unfit as error:
+            assert resume is not None
+            raise ValueError(f"{resume.ref.name} does not fit this training ({made}): {error}") from error.__cause__
 
     # The loop.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,16 @@ from pathlib import Path
 import pytest
 
 from dalsegno.elastic.checkpoint import CheckpointStore
-from tests.support.jobs.cluster import Cluster, Training
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import Cluster, Training, Undisturbed
 from tests.support.workers import lost_early_worker
 from tests.support.workers import lost_peer_worker as worker
 from tests.support.workers.fake_agent import FakeAgent
 from tests.support.workers.zero_runs import run_world
+
+from .test_membership import any_number, end, together
+from .test_staying import worker as worker_of
+from .test_staying_trainers import Trained
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,3 +67,16 @@ def test_a_killed_node_is_named_and_its_quick_steps_are_counted(clusters: Callab
     job.finish(*job.alive())
     lines = [line for node in job.nodes for line in node.said()]
     assert not [line for line in lines if "exited with code" in line or "at least" in line]
+
+
+def test_a_worker_killed_while_a_trainer_resumes_costs_one_start(
+    clusters: Callable[..., Cluster], undisturbed: Undisturbed
+) -> None:
+    """The other rank waits for it in set-up, and what it then hears from gloo is no word about the checkpoint."""
+    job, first = together(clusters, "a", "b", training=Trained(save_every=1, extra=("--odd", "sleeps")))
+    processes.send([worker_of(job, job.member(1))], signal.SIGKILL)
+    sleeps = job.wait_for(lambda: re.search(r"process (\d+) sleeps", "".join(n.text() for n in job.nodes)), "its sleep")
+    processes.send([int(sleeps[1])], signal.SIGKILL)
+    second = job.wait_world(2, after=first)
+    assert not any("refused" in line for node in job.nodes for line in node.said())
+    end(job, undisturbed, lost={second: any_number(job)})

@@ -15,6 +15,7 @@ joins          the script makes the default process group first, and its ranks m
 talks          they meet at two more behind the session's opening, and make the group there if it is not there
 sums           as talks, and they sum something
 several        all this only where there are several
+sleeps         at its first resume rank 1 sleeps before it makes its optimizer, once it has told its process
 lingers        several ranks evaluate a few samples at a time, each 0.5 s long, and say so
 """
 
@@ -185,12 +186,20 @@ def main() -> None:
             time.sleep(0.5)  # as a large model would
         return measure(called, blocks)
 
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        opened, once = session(), Path(f"{flags.step_log}-slept")
+        if "sleeps" in flags.odd and opened.resume is not None and opened.rank == 1 and not once.exists():
+            once.touch()
+            print(f"process {os.getpid()} sleeps", flush=True)
+            time.sleep(60)  # until it is killed
+        return torch.optim.AdamW(model.parameters(), lr=flags.learning_rate)
+
     few = {"batch_size": 8, "interrupt_every": 1} if "lingers" in flags.odd else {}
     text = common.StdlibText()
     Trainer(
         model,
         Subset(text, range(200, len(text))),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=flags.learning_rate),
+        optimizer=optimizer,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999),
         loss=loss,
         global_batch_size=flags.global_batch_size,

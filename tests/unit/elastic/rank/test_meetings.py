@@ -134,6 +134,25 @@ def test_the_agent_hears_whose_end_it_was(
     assert [message.WhichOneof("body") for message in link.said] == ["peer_lost"] * (asks and lost)
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_refusal_made_of_a_peers_end_is_none(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """What a framework says as it loads may be what gloo says of a closed connection: the connections tell."""
+    link: Any = FakeLink()
+    monkeypatch.setattr(meetings, "_at_the_end", [])
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    group = Lost(lost)
+    heard: list[bool] = []
+    watch_the_end(Meetings(group, link), lambda: heard.append(True))
+    made = "try:\n    raise RuntimeError('Connection closed')\nexcept RuntimeError as error:\n    raise ValueError from error"
+    try:
+        exec(made, {"__name__": "dalsegno.elastic.trainer.trainer"})
+    except ValueError as error:
+        sys.excepthook(ValueError, error, error.__traceback__)
+    assert group.asked == 1
+    assert heard == [True] * lost
+    assert [message.WhichOneof("body") for message in link.said] == ["peer_lost" if lost else "refused"]
+
+
 @pytest.mark.parametrize(
     ("raises", "told"),
     [

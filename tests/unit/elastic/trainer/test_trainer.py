@@ -8,6 +8,7 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,8 @@ from dalsegno.elastic import (
     Trainer,
 )
 from dalsegno.elastic.checkpoint import CheckpointName, CheckpointStore
+from dalsegno.elastic.rank.collective import PeerLost
+from dalsegno.elastic.saving.unfit import rejecting
 from dalsegno.elastic.trainer.callbacks import Console, TensorBoard, WeightsAndBiases
 from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.trainer.fsdp import FSDP
@@ -301,6 +304,36 @@ def test_a_resume_that_cannot_be_right_is_refused(
         make(checkpoint_dir=tmp_path, **options).fit()
     process()
     assert make(checkpoint_dir=tmp_path).fit().step == STEPS
+
+
+class Broken(DDP):
+    """Its set-up ends as it waits for another rank, or as it loads."""
+
+    error: Exception = PeerLost("another rank ended before the first step")
+    loads = False
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        with rejecting() if self.loads else nullcontext():
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [PeerLost("closed"), RuntimeError("[pair.cc:534] Connection closed by peer")])
+def test_a_peer_that_goes_in_set_up_is_no_word_about_the_checkpoint(
+    tmp_path: Path, process: Callable[[], None], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The error comes out as it is; what a framework says as it loads becomes a refusal with the checkpoint's name."""
+    make(checkpoint_dir=tmp_path, max_steps=2).fit()
+    process()
+    monkeypatch.setattr(Broken, "error", error)
+    with pytest.raises(RuntimeError) as caught:
+        make(checkpoint_dir=tmp_path, strategy=Broken()).fit()
+    assert caught.value is error
+    process()
+    monkeypatch.setattr(Broken, "error", RuntimeError("Missing\nkey"))
+    monkeypatch.setattr(Broken, "loads", True)
+    with pytest.raises(ValueError, match=r"step-2.* does not fit this training \(.*\): Missing key") as refused:
+        make(checkpoint_dir=tmp_path, strategy=Broken()).fit()
+    assert refused.value.__cause__ is Broken.error
 
 
 class OneWorldOnly(DDP):
