@@ -16,6 +16,7 @@ from dalsegno.protos.text import few
 from ..rank.remarks import remark
 from ..saving.replicas import loadable, tensors
 from ..saving.resuming import ResumePoint
+from ..saving.unfit import is_of_the_state
 from ..training.entry import refused_together
 from ..training.parts import Stateful, check_same, kept_of
 from ..training.reading_state import load_part
@@ -100,6 +101,8 @@ class BesideEngine:
                 try:
                     load_part(part, kept[name]["state"])
                 except (ValueError, KeyError, RuntimeError) as error:
+                    if not is_of_the_state(error):
+                        raise
                     raise ValueError(f"the {name} in {path.name} does not fit this one: {error}") from error
 
     def _checked(self) -> dict[str, dict[str, Any]]:

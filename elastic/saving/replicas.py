@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .bundles import Bundle, refused_of
+from .unfit import is_of_the_state
 
 # A model's state in messages.
 MODELS_STATE = "the model's state_dict() (get_extra_state?)"
@@ -192,6 +193,8 @@ def _try_out(content: Any, what: str) -> None:
         held.seek(0)
         torch.load(held, weights_only=True, map_location="cpu")
     except Exception as error:  # pickle fails in many ways
+        if not is_of_the_state(error):
+            raise
         why = refused_of(error) or (str(error).splitlines() or [type(error).__name__])[0]
         raise TypeError(
             f"{what} has more than plain values and tensors, and could not be loaded again: {why}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-import torch
 from torch.optim import Optimizer
+
+from ..saving.unfit import is_of_the_state
 
 
 class Stateful(Protocol):
@@ -75,9 +76,9 @@ def state_of(name: str, part: Stateful) -> Any:
     """
     try:
         return part.state_dict()
-    except (torch.OutOfMemoryError, OSError, MemoryError):
-        raise
     except Exception as error:
+        if not is_of_the_state(error):
+            raise
         raise TypeError(f"{name} ({kind(part)}) gives no state to save: {error}") from error
 
 

@@ -38,6 +38,7 @@ from ..saving.replicas import (
 )
 from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors, unchanged
+from ..saving.unfit import is_of_the_state
 from ..saving.writing import write_files
 from . import digest
 from .first_weights import FirstWeights, check_places
@@ -335,6 +336,8 @@ class TrainingState:
         try:
             load_weights(self._model, weights, wanted)
         except RuntimeError as error:
+            if not is_of_the_state(error):
+                raise
             raise ValueError(f"{resume.ref.name} is of another model: {error}") from error
         self._load_unlisted(resume)
         if not kept and self._parts and self._session.rank == 0:
@@ -343,6 +346,8 @@ class TrainingState:
             try:
                 load_part(part, kept[name]["state"], cast=cast)
             except (ValueError, KeyError, RuntimeError) as error:
+                if not is_of_the_state(error):
+                    raise
                 raise ValueError(f"the {name} in {resume.ref.name} does not fit this one: {error}") from error
             if not other_schedule:
                 check_factors(kept[name].get("factors", {}), factors(part))

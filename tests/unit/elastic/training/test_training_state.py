@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.saving import writing
 from dalsegno.elastic.saving.bundles import Bundle
 from dalsegno.elastic.saving.writing import SummedFile
-from dalsegno.elastic.training import reading_state
+from dalsegno.elastic.training import reading_state, training_state
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.reading_state import check_same_names, read_tensors
@@ -118,6 +119,29 @@ def test_another_model_is_refused_with_the_reason(tmp_path: Path) -> None:
         made["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(made["optimizer"], 50)
         with pytest.raises(ValueError, match=r"the optimizer in step-2\.e0\.1 does not fit this one"):
             TrainingState(session, **made).load()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        (RuntimeError, "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        (RuntimeError, "CUDA error: an illegal memory access was encountered"),
+    ],
+)
+@pytest.mark.parametrize("where", ["load_part", "load_weights"])
+def test_what_a_machine_lacks_is_not_said_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, kind: type[Exception], text: str
+) -> None:
+    """It loads at the next start, where another process's memory is free again."""
+
+    def lacks(*_: Any, **__: Any) -> None:
+        raise kind(text)
+
+    saved(tmp_path, parts())
+    monkeypatch.setattr(training_state, where, lacks)
+    with start(tmp_path) as session, pytest.raises(kind, match=re.escape(text)):
+        TrainingState(session, **parts()).load()
 
 
 def test_what_another_script_saved_is_refused(tmp_path: Path) -> None:
