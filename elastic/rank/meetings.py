@@ -46,6 +46,8 @@ class Meetings:
 
     def __init__(self, collective: Collective, link: Link | None, apart: Callable[[], str] = str) -> None:
         self._collective, self._link, self.over = collective, link, False
+        # The last meeting has ended all ranks.
+        self._all_know = False
         self.apart = apart
 
     def check_open(self, step: int) -> None:
@@ -83,10 +85,13 @@ class Meetings:
             OtherThread: See `check_thread`.
         """
         self.check_thread()
+        self._all_know = False
         try:
             agree(self._collective, alike, problem, final=final)
-        except Refusal as refusal:
-            self.refused(str(refusal))
+        except (Refusal, Trouble) as ended:
+            self._all_know = True
+            if isinstance(ended, Refusal):
+                self.refused(str(ended))
             raise
 
     @contextmanager
@@ -114,7 +119,7 @@ class Meetings:
         except (Refusal, Trouble):
             raise  # All know.
         except Exception as error:
-            if is_mistake(error):
+            if is_mistake(error) and not self._all_know:
                 self._tell(error)
             raise
 

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from ..checkpoint import Cut, Order, Position, Ref
 from ..data.batch import Batch, batch_in
 from ..data.sampler import check_order
-from ..rank.agreement import PART
+from ..rank.agreement import PART, Trouble
 from ..rank.exchange import MAX_STEPS_APART, Boundary
+from ..rank.meetings import is_mistake
 from ..rank.remarks import remark
 from ..saving.background_save import Background
 from ..saving.cadence import checked
@@ -152,10 +153,11 @@ def _compare(
         **alike_of(data),
     }
     failure = None if first is None else first.failure
+    final = failure is None or is_mistake(failure)
     problem = "" if failure is None else f"the first batch could not be made: {type(failure).__name__}: {failure}"
     try:
-        session.compare({} if problem else alike, problem=problem)
-    except ValueError:
+        session.compare({} if problem else alike, problem=problem, final=final)
+    except (ValueError, Trouble):
         if failure is not None:
             raise failure from None
         raise
@@ -198,7 +200,8 @@ def _source(
         check_place(place, resume)
     source = source_of(data, first, resume, session.rank, session.world_size, advanced=advanced)
     if isinstance(source, StatefulLoader):
-        session.compare({}, problem=source.go_on())
+        problem = source.go_on()
+        session.compare({}, problem=problem, final=source.failure is None or is_mistake(source.failure))
     return source
 
 

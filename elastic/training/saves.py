@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from ..saving.saving import Saver
 if TYPE_CHECKING:
     from ..saving.resuming import ResumePoint
     from .session import BareSession
+
+log = logging.getLogger(__name__)
 
 NO_DIRECTORY = "outside dlrover-run the script names the directory, session(checkpoint_dir=...)"
 
@@ -276,6 +279,15 @@ class Saves:
         """Alone: deletes what need not stay."""
         if self._identity.alone and self._identity.rank == 0 and self.store is not None:
             prune(self.store, self._identity, self._resume, self.keep)
+
+    def note_the_end(self, step: int) -> None:
+        """Alone: notes in the directory that the training is finished."""
+        if self.store is None:
+            return
+        try:
+            self.store.mark_finished(step, self.store.newest())
+        except OSError as error:
+            log.warning("the training is finished, but the note of it could not be written: %s", error)
 
     def close(self) -> None:
         """Ends saves, and leaves nothing that only later ones would have used."""

@@ -234,24 +234,26 @@ class BareSession:
 
     # What your own loop calls, in this order for every step.
 
-    def compare(self, alike: Mapping[str, Any], *, problem: str = "") -> None:
+    def compare(self, alike: Mapping[str, Any], *, problem: str = "", final: bool = True) -> None:
         """Checks before the first step that all ranks were given the same; otherwise none begins. Collective.
 
         Args:
             alike: By name, what must be the same on every rank, as plain JSON values: seeds, sizes, cadences.
                 (``Batches.alike`` has its own.) What only some ranks name is not compared.
             problem: A reason that this rank has found why none may begin; "": none.
+            final: Another start would find it as well.
 
         Raises:
             Unlike: A ValueError, on all ranks: something differs. The message has the values and the ranks.
             Refusal: A ValueError, on all ranks: some rank has a problem. The message says which.
+            Trouble: A RuntimeError, on all ranks: likewise, and another start may succeed.
             RuntimeError: Another rank has ended, or the session is over.
         """
         self.meetings.check_open(self.step)
         own: dict[str, Any] = {"step": self.step, "resume point": None if self.resume is None else self.resume.ref.name}
         if self.tracking.name is not None:
             own["tracked metric"] = self.tracking.name
-        self.meetings.compare({**own, **alike}, problem)
+        self.meetings.compare({**own, **alike}, problem, final=final)
 
     def meet(self, ahead: int, alike: Mapping[str, Any] | None = None) -> int:
         """Learns before the first step how many batches every rank has. Collective.
@@ -436,11 +438,8 @@ class BareSession:
         self.reports.send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
         if self.alone:
             self._notice.release()  # nothing is left to save: the script may be stopped like any program
-        if self.alone and self.rank == 0 and (store := self.saves.store) is not None:
-            try:
-                store.mark_finished(self.step, store.newest())
-            except OSError as error:
-                log.warning("the training is finished, but the note of it could not be written: %s", error)
+        if self.alone and self.rank == 0:
+            self.saves.note_the_end(self.step)
         self._part()
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ class Unknown(BatchSource[T]):
     """Any iterable: it must fetch a batch to know whether there is one more.
 
     Attributes:
-        failure: The error with which the first batch failed.
+        failure: The error with which the first batch, or the way to it, failed.
     """
 
     failure: Exception | None = None
@@ -139,7 +139,10 @@ class StatefulLoader(Unknown[T]):
         self._state: Any = None
 
     def go_on(self) -> str:
-        """Moves the loader to where it stood. Returns why that failed; "": it succeeded, or nobody can tell."""
+        """Moves the loader to where it stood. Returns why that failed; "": it succeeded, or nobody can tell.
+
+        An error with which it failed is the `failure`.
+        """
         if self._saved is None:
             return ""
         self._state, self._ended = self._saved["state"], self._saved["ended"]
@@ -151,6 +154,7 @@ class StatefulLoader(Unknown[T]):
             self.ahead(1)
         except Exception as error:  # the other ranks must hear of every error before this one ends
             log.debug("a state that was not taken", exc_info=error)
+            self.failure = error
             return f"{kind(loader)} does not go on from the state that was saved of it: {type(error).__name__}: {error}"
         if self._saved["next"] in (None, fingerprint(self._next)):
             return ""

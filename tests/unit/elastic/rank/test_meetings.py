@@ -143,7 +143,7 @@ def test_a_refusal_made_of_a_peers_end_is_none(monkeypatch: pytest.MonkeyPatch, 
     group = Lost(lost)
     heard: list[bool] = []
     watch_the_end(Meetings(group, link), lambda: heard.append(True))
-    made = "try:\n    raise RuntimeError('Connection closed')\nexcept RuntimeError as error:\n    raise ValueError from error"
+    made = "try:\n    raise RuntimeError('Closed')\nexcept RuntimeError as error:\n    raise ValueError from error"
     try:
         exec(made, {"__name__": "dalsegno.elastic.trainer.trainer"})
     except ValueError as error:

@@ -12,9 +12,12 @@ import torch
 from dalsegno.elastic import BatchPlan
 from dalsegno.elastic.checkpoint import SHARDED, Cut, Order, Position
 from dalsegno.elastic.data.sampler import check_cut
+from dalsegno.elastic.rank.agreement import Refusal, Trouble
 from dalsegno.elastic.saving.resuming import ResumePoint
 from dalsegno.elastic.training.opening import check_world
 from dalsegno.elastic.training.sources import StatefulLoader, file_name, fingerprint
+from tests.support.workers.fake_link import FakeLink
+from tests.unit.elastic.checkpoint.test_best import start
 from tests.unit.elastic.checkpoint.test_checkpoint import manifest_for
 
 
@@ -126,6 +129,31 @@ def test_a_loader_that_goes_on_with_another_batch_is_said(caplog: pytest.LogCapt
     wrapper = Numbers(keeps=False)
     wrapper.base_dataloader = Numbers()  # type: ignore[attr-defined]
     assert "its state lacks the order" in StatefulLoader(wrapper, saved(3, ahead=1)).go_on()
+
+
+@pytest.mark.parametrize("found", [TimeoutError, MemoryError, RuntimeError, TypeError])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_first_batch_that_may_come_at_another_start_is_no_refusal(
+    tmp_path: Path, resumes: bool, found: type[Exception]
+) -> None:
+    """A storage that did not answer is no mistake of the script's, and the agent is told of no refusal."""
+    final = found is TypeError
+
+    class Failing(Numbers):
+        def __next__(self) -> int:
+            raise found("no batch")
+
+    if resumes:
+        with start(tmp_path) as session:
+            list(session.steps(Numbers(), max_steps=2, save=lambda path: None))
+    with start(tmp_path) as session:
+        link: Any = FakeLink()
+        session.meetings._link = link
+        data = Failing() if resumes else (batch for batch in Failing())
+        wanted = (Refusal if final else Trouble) if resumes else found
+        with pytest.raises(wanted):
+            session.steps(data, max_steps=3, save=lambda path: None)
+        assert [message.WhichOneof("body") for message in link.said] == ["refused"] * final
 
 
 def test_a_state_that_is_not_taken_is_a_problem_for_all() -> None:
