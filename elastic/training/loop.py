@@ -24,7 +24,7 @@ from . import saves
 from .findings import loads_anywhere
 from .left_schedules import ScheduleWatch
 from .memory import MemorySaves
-from .rehearsal import rehearse
+from .rehearsal import rehearse, what_is_saved
 from .saves import NO_DIRECTORY, save_at_last
 from .session import BareSession
 from .sources import (
@@ -145,7 +145,7 @@ def _compare(
         "max_steps": max_steps,
         "save_every": cadence.save_every if session.can_save else 0,
         "memory_every": cadence.memory_every if session.can_save else 0,
-        "what is saved": _what(save) if session.can_save else "nothing",
+        "what is saved": what_is_saved(save) if session.can_save else "nothing",
         "strategy": options["strategy"],
         "any_world_size": options["any_world_size"],
         "what is known of where the data stand": knows(data, advanced=advanced),
@@ -174,12 +174,6 @@ def _same_data(session: BareSession, data: Any, options: dict[str, Any], max_ste
         data.check_samples(session, max_steps)
         if options["cut"] is not None:
             options["cut"] = replace(options["cut"], samples=data.cut.samples)
-
-
-def _what(save: Callable[[Path], None] | Background | None) -> str:
-    if save is None:
-        return "nothing"
-    return "a state in the background" if isinstance(save, Background) else "what save() writes"
 
 
 def _source(

@@ -45,7 +45,26 @@ def knows_itself(save: Any) -> bool:
     return _owners(save) is not None
 
 
-def _owners(save: Any) -> Callable[[], None] | None:
+def what_is_saved(save: Any) -> str:
+    """What all ranks must have alike.
+
+    What checks itself meets the other ranks' before the first step, and a function that does nothing would not come.
+    """
+    if save is None:
+        return "nothing"
+    owner = _owner(save)
+    if isinstance(save, Background):
+        return "a state in the background" + (f", a {type(owner).__name__}'s" if owner is not None else "")
+    return f"what {type(owner).__name__} writes" if owner is not None else "what save() writes"
+
+
+def _owner(save: Any) -> Any:
+    """What checks itself; None: ``save`` is a function of the script's own."""
     called = save.state if isinstance(save, Background) else save
-    asked: Callable[[], None] | None = getattr(getattr(called, "__self__", called), "rehearse", None)
+    owner = getattr(called, "__self__", called)
+    return owner if hasattr(owner, "rehearse") else None
+
+
+def _owners(save: Any) -> Callable[[], None] | None:
+    asked: Callable[[], None] | None = getattr(_owner(save), "rehearse", None)
     return asked
