@@ -4,7 +4,7 @@ It is issued when an optimizer step begins and waited for when the step ends, so
 every k steps. It carries k: the smallest number that any rank proposes to keep exchanges about 50 ms apart. Between two
 exchanges no rank learns anything new. So each rank also says how many batches it has ahead, and the next exchange comes
 before the first rank runs out: nobody enters a step for which a peer has no data. A drain does not wait for an
-exchange: see `hurry`.
+exchange: see `hurry`. Nor does one rank alone, which has nobody to tell.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Boundary:
 
     Attributes:
         step: The step that ended.
-        exchanged: Whether the vector travelled with this step. If not, the other flags are False, except perhaps drain.
+        exchanged: Whether the vector travelled with this step. If not, the other flags are False, except perhaps drain,
+            and save where there is one rank.
         drain: Some rank was told to save here and stop.
         save: Somebody has ordered that this step be saved. Each order says so once.
         save_failed: Some rank could not write its part of a save in flight.
@@ -83,6 +84,8 @@ class Exchange:
         self._step: int | None = None
         self._seconds: float | None = None
         self._ordered, self._carries = 0, False
+        # What this rank was told before the step, if there is no other.
+        self._own = Flags()
 
     def meet(self, ahead: int) -> int:
         """Before the first step: the least number of batches that any rank has, so that nobody begins a step alone."""
@@ -111,6 +114,7 @@ class Exchange:
             self._hurry = self._hurry or open_hurry(self._collective)
         if self._hurry is not None:
             self._hurry.begin(step, call=flags.drain and step != self._next)
+        self._own = flags if self._collective.world_size == 1 else Flags()
         if step == self._next:
             told = [flags.drain, flags.save_failed, flags.saving, flags.carries, flags.master_seen, flags.save_order]
             vector = [*told, -ahead, -self._propose()]
@@ -133,15 +137,19 @@ class Exchange:
         self._seconds = seconds if old is None else max(seconds, 0.5 * (old + seconds))
         hurried = self._hurry is not None and self._hurry.end()
         if self._pending is None:
-            return Boundary(step, drain=hurried, carries=self._carries)
+            own = self._own
+            return Boundary(step, drain=hurried or own.drain, save=self._is_new(own.save_order), carries=self._carries)
         drain, save_failed, saving, carries, master_seen, save_order, ahead, apart = self._pending.wait()
         self._pending, self._carries = None, self._carries or bool(carries)
         self._next = step + max(1, min(-ahead, -apart))
         told = {"save_failed": bool(save_failed), "saving": bool(saving), "carries": self._carries}
         told["master_seen"] = bool(master_seen)
-        # The master takes an order back only once it has heard of the checkpoint.
-        save, self._ordered = save_order > self._ordered, max(save_order, self._ordered)
-        return Boundary(step, True, bool(drain) or hurried, save, end=ahead == 0, **told)
+        return Boundary(step, True, bool(drain) or hurried, self._is_new(save_order), end=ahead == 0, **told)
+
+    def _is_new(self, order: int) -> bool:
+        """The master takes an order back only once it has heard of the checkpoint."""
+        new, self._ordered = order > self._ordered, max(order, self._ordered)
+        return new
 
     def abandon(self) -> None:
         """Gives up the step that has begun, because the script left its loop. The next step exchanges anew."""

@@ -31,7 +31,7 @@ class Table(Solo):
 
     def __init__(self, ranks: int) -> None:
         self.vectors: list[list[int]] = []
-        self.ranks = ranks
+        self.ranks = self.world_size = ranks  # type: ignore[misc]
 
     def start_max(self, values: Sequence[int]) -> Pending:
         mine = self.vectors
@@ -91,6 +91,18 @@ def test_exchanges_are_rare_when_steps_are_fast() -> None:
         exchange.begin(step, Flags(), MAX_STEPS_APART)
         exchanged.append(exchange.end(0.001).exchanged)
     assert sum(exchanged) <= 1000 / 50 + 3
+
+
+def test_one_rank_waits_for_no_exchange() -> None:
+    """The distance follows from the steps before, and these may have been much faster: nobody else has to be told."""
+    exchange = Exchange(Solo())
+    for step in range(1, 100):
+        exchange.begin(step, Flags(), 64)
+        told = exchange.end(0.0001)
+    for step, flags in ((100, Flags(drain=True)), (101, Flags(save_order=3)), (102, Flags(save_order=3))):
+        exchange.begin(step, flags, 64)
+        told = exchange.end(30.0)
+        assert (told.exchanged, told.drain, told.save) == (False, step == 100, step == 101)
 
 
 def test_exchange_insists_on_its_order() -> None:
