@@ -36,6 +36,7 @@ class Reports:
         self._mark = self._heard = time.monotonic()
         self._told, self._longest_seconds = 0.0, 0.0
         self._beats, self._beat_told, self._master_seen = 0, 0.0, False
+        self._drains_at = -1
 
     def begin(self) -> None:
         """The first step begins now."""
@@ -61,7 +62,13 @@ class Reports:
                 self._master_seen = boundary.master_seen
             self.send(self._progress(boundary.step, seconds), droppable=not first)
         if boundary.drain:
-            self.send(worker_pb2.ToAgent(draining=worker_pb2.Draining(step=boundary.step)))
+            self.draining(boundary.step)
+
+    def draining(self, step: int) -> None:
+        """All ranks have agreed to save ``step`` and stop. Said once of each step."""
+        if step != self._drains_at:
+            self._drains_at = step
+            self.send(worker_pb2.ToAgent(draining=worker_pb2.Draining(step=step)))
 
     def busy(self, step: int) -> None:
         """Sends a sign of life after ``step``."""

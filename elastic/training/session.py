@@ -367,6 +367,8 @@ class BareSession:
         refuse_to_go_on()
         self.saves.check(in_step=self._exchange.under_way and position is None, in_memory=in_memory and not drain)
         strategy = strategy_of(write, strategy)
+        if drain:
+            self.reports.draining(self.step)
         if keep is not None:
             self.saves.keep = keep
         try:
@@ -472,10 +474,9 @@ class BareSession:
         """
         if self.resume is None:
             raise RuntimeError("there is no resume point that could be bad")
-        form, ref = self.resume.form, self.resume.ref
         order = self._identity.resume
-        universal = None if order is None else order.universal
-        refuse(self._link, Damaged(universal or ref, form, file, message, True))
+        bad = self.resume.ref if order is None else order.universal or self.resume.ref
+        refuse(self._link, Damaged(bad, self.resume.form, file, message, True))
 
     # Internals.
 

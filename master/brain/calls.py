@@ -221,9 +221,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     saves.note_written(turn)
     if message.draining and not epoch.stopping:
         epoch.stopping = news = True
-    # A report that was delayed may be about an earlier drain.
-    if message.draining and job.drain is not None and not job.drain.agreed and message.step > job.drain.after:
-        job.drain = replace(job.drain, agreed=True)
+    if message.draining and running.agree(turn, message.step):
         news = True
     return news
 
@@ -303,8 +301,9 @@ def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) 
     drain = job.drain
     # Noted as a step, so that the next drain knows other nodes' late reports of this boundary for old ones.
     made_step(turn, node, message.step)
-    if drain is None or 0 < message.step <= drain.after:
+    if drain is None or (message.step and not running.is_of_this(turn, drain, message.step)):
         return OK
+    turn.open.given_up_at = max(turn.open.given_up_at, message.step)
     job.drain, turn.drain_life.awaited = replace(drain, agreed=False), None
     if drain.optional:
         running.withdraw(turn, f"its save failed ({message.reason})")

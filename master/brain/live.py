@@ -102,6 +102,8 @@ class EpochLife:
     trouble: bool = False
     # Ranks have agreed to save and stop, whoever told them. Their steps stand still until then.
     stopping: bool = False
+    # The last boundary at which a drain came to nothing: late reports that it was agreed are not about the next one.
+    given_up_at: int = 0
     # Nodes whose standby workers for the next epoch are not ready yet.
     cold: set[str] = field(default_factory=set)
     # The script's loop saves nothing: a drain would lose its steps.

@@ -327,6 +327,24 @@ def draining(turn: Turn) -> bool:
     return True
 
 
+def agree(turn: Turn, step: int) -> bool:
+    """The ranks say that they save this step and stop. Returns whether that is news of the present drain."""
+    drain = turn.job.drain
+    if drain is None or drain.agreed or not is_of_this(turn, drain, step):
+        return False
+    turn.job.drain = replace(drain, agreed=True)
+    return True
+
+
+def is_of_this(turn: Turn, drain: Drain, step: int) -> bool:
+    """Whether ranks that stop behind this step do so for this drain: a report that was delayed is about an earlier one.
+
+    They may stand there since before it began, in an evaluation that they leave for it.
+    """
+    stood = step == drain.after == turn.open.top_step
+    return (step > drain.after or stood) and step > turn.open.given_up_at
+
+
 def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
     """Handles the save after the ranks have agreed: it may take as long as they live, unless all stands still too long.
 
@@ -366,6 +384,7 @@ def withdraw(turn: Turn, why: str, again: str = "; it is tried again with the ne
     if turn.job.drain is not None:
         turn.notice(f"{turn.job.drain.subject} is put off: {why}{again}")
     turn.open.stopping = False
+    turn.open.given_up_at = max(turn.open.given_up_at, last_step(turn))
     turn.open.put_off = True
     turn.open.moved = turn.heard
     turn.enter(Phase.RUNNING)

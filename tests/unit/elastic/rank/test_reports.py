@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from dalsegno.elastic.rank import reports
 from dalsegno.elastic.rank.exchange import Boundary
 from dalsegno.elastic.rank.reports import Reports
 from tests.support.workers.fake_link import FakeLink
+from tests.unit.elastic.checkpoint.test_best import advance, start, write
 
 
 def test_an_evaluation_that_shows_signs_of_life_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +38,16 @@ def test_an_evaluation_that_shows_signs_of_life_is_no_silence(monkeypatch: pytes
     later(2.0)
     one.step(boundary, one.lap())
     assert (link.said[-1].progress.seconds, link.said[-1].progress.longest) == (2.0, 3.0)
+
+
+def test_a_save_of_a_drain_tells_of_it_first(tmp_path: Path) -> None:
+    """Also where no boundary has: an evaluation was left for it. Once of each step."""
+    with start(tmp_path) as session:
+        link: Any = FakeLink()
+        session.reports = Reports(link)
+        advance(session, 2)
+        session.save(write, drain=True)
+        session.reports.step(Boundary(2, drain=True), 0.1)
+        assert [one.step for one in link.of("draining")] == [2]
+        session.reports.step(Boundary(3, drain=True), 0.1)
+        assert [one.step for one in link.of("draining")] == [2, 3]

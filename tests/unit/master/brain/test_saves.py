@@ -35,6 +35,36 @@ def leaving(job: Driven, *leavers: int, count: int = 3, notice: float = 8.0) -> 
     return nodes
 
 
+def test_a_leave_that_cuts_an_evaluation_short_is_agreed_at_the_step_that_was_known() -> None:
+    """The ranks stood there before the notice came: its save is a drain's, and when it is over the others go on."""
+    job = Driven()
+    nodes = job.start(3)
+    for node in nodes:
+        node.step(2)
+    nodes[1].leave(8.0)
+    assert job.phase is Phase.DRAINING
+    nodes[0].step(2, draining=True)
+    assert job.state.job.drain is not None
+    assert job.state.job.drain.agreed
+    job.wait(9)
+    assert (job.phase, endings([nodes[0], nodes[2]])) == (Phase.DRAINING, [WAIT, WRITE])
+    assert "did not end in time" not in job.notices
+
+
+def test_a_word_about_a_boundary_that_failed_is_not_about_the_next_drain() -> None:
+    """Another node's report comes late, when a second drain has begun at the same step."""
+    job = Driven()
+    nodes = job.start(3)
+    for node in nodes:
+        node.step(2)
+    nodes[1].leave(30.0)
+    nodes[0].step(3, draining=True)
+    nodes[0].save_failed(3)
+    nodes[2].step(3, draining=True)
+    assert job.state.job.drain is not None
+    assert not job.state.job.drain.agreed
+
+
 def endings(nodes: list[Node]) -> list[int]:
     return [node.directive.drain.ending for node in nodes]
 
