@@ -26,7 +26,6 @@ from ..data.plan import BatchPlan
 from ..rank.exits import Stays
 from ..rank.way_in import TRAINS, way_in
 from ..saving.background_save import background
-from ..saving.outcomes import SaveError
 from ..saving.replicas import unwrapped
 from ..saving.resuming import check_strategy
 from ..saving.unfit import Unfit
@@ -34,6 +33,7 @@ from ..script.session import Session, session
 from ..training.accumulation import Accumulation
 from ..training.draws import drawn_in
 from ..training.entry import move
+from ..training.saves import end_training
 from ..training.staying import none_stays, until_lost
 from .alike import alike_of
 from .callbacks import Callback, Console, Logger, forgetful
@@ -318,12 +318,10 @@ class Trainer:
         for batch in steps:
             # The model stands at the boundary before this batch, which all ranks have passed without a drain.
             if self._owed:
-                if not self._evaluate(interrupt=self._opened.leaving):
-                    # The ranks have agreed on it here; with this batch the model would move on.
+                while not self._evaluate(interrupt=self._opened.leaving):
+                    # The ranks have agreed on it here; with this batch the model would move on. If the save fails, it
+                    # is tried again after a pause, as long as the leave is wanted.
                     self._leave(batch.position)
-                    # The save failed: the next boundary tries it again, and nothing interrupts this evaluation once
-                    # more.
-                    self._evaluate(interrupt=None)
                 self._compete_late(batch.position)
             if self._stopping:
                 steps.close()  # type: ignore[attr-defined]  # a generator: the step that it began does not count
@@ -345,9 +343,11 @@ class Trainer:
 
     def _finish_early(self, position: Position) -> None:
         s = self._opened
-        if s.can_save and s.step and s.save(self._saving(), position=position, **self._save_options()) is None:
-            raise SaveError(f"the last step, {s.step}, could not be saved")
-        s.finish()
+
+        def save() -> bool:
+            return s.save(self._saving(), position=position, **self._save_options()) is not None
+
+        end_training(s, save if s.can_save else None)
 
     def _train(self, batch: Batch[Any]) -> None:
         strategy, loss_of, survivor = self._strategy, self.loss or _own_loss, self._opened.survivor

@@ -25,7 +25,7 @@ from .findings import loads_anywhere
 from .left_schedules import ScheduleWatch
 from .memory import MemorySaves
 from .rehearsal import rehearse, what_is_saved
-from .saves import NO_DIRECTORY, save_at_last
+from .saves import NO_DIRECTORY
 from .session import BareSession
 from .sources import (
     BatchSource,
@@ -444,24 +444,9 @@ class _Run:
 
     def finish(self) -> None:
         """Makes the last save, and tells the agent that the training is over."""
-        self._session.examination.forget()
-        if self._write is not None and self._session.step > 0:
-            self._session.settle()
-            self._await_best(saves.BEST_WAIT_SECONDS)
-            save_at_last(self._session, lambda: self._save(self._measure()) is not None)
-        self._session.finish()
-
-    def _await_best(self, seconds: float) -> None:
-        """So that the last save can name it."""
-        session = self._session
-        missing = session.saves.await_best(session.step, session.busy, seconds)
-        if missing and session.rank == 0:
-            remark(
-                "%s would be the best checkpoint, and the agents have not written it to the disk within %g s: it does "
-                "not count; see the agents' lines about the disk",
-                missing,
-                seconds,
-            )
+        saves.end_training(
+            self._session, None if self._write is None else lambda: self._save(self._measure()) is not None
+        )
 
     def _measure(self) -> float | None:
         return None if self._metric is None else self._metric()

@@ -39,6 +39,36 @@ LAST_SAVE_TRIES = 27
 LAST_SAVE_PAUSE_SECONDS, LAST_SAVE_LONGEST_SECONDS = 2.0, 30.0
 
 
+def end_training(session: BareSession, save: Callable[[], bool] | None) -> None:
+    """Makes the last save, and tells the agent that the training is over. Collective.
+
+    Args:
+        session: Is at the last step.
+        save: As with `save_at_last`; None: nothing is saved.
+
+    Raises:
+        SaveError: See `save_at_last`.
+    """
+    session.examination.forget()
+    if save is not None and session.step > 0:
+        session.settle()
+        _await_best(session, BEST_WAIT_SECONDS)
+        save_at_last(session, save)
+    session.finish()
+
+
+def _await_best(session: BareSession, seconds: float) -> None:
+    """So that the last save can name it."""
+    missing = session.saves.await_best(session.step, session.busy, seconds)
+    if missing and session.rank == 0:
+        remark(
+            "%s would be the best checkpoint, and the agents have not written it to the disk within %g s: it does "
+            "not count; see the agents' lines about the disk",
+            missing,
+            seconds,
+        )
+
+
 def save_at_last(session: BareSession, save: Callable[[], bool]) -> None:
     """Saves the last step, again and again if it fails.
 

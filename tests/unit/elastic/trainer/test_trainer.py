@@ -33,6 +33,7 @@ from dalsegno.elastic import (
     Trainer,
 )
 from dalsegno.elastic.checkpoint import CheckpointName, CheckpointStore
+from dalsegno.elastic.data.evaluator import Interrupted
 from dalsegno.elastic.rank.collective import PeerLost
 from dalsegno.elastic.saving.unfit import rejecting
 from dalsegno.elastic.trainer.callbacks import Console, TensorBoard, WeightsAndBiases
@@ -40,7 +41,8 @@ from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.trainer.fsdp import FSDP
 from dalsegno.elastic.trainer.loss_scale import LossScale
 from dalsegno.elastic.trainer.strategies import DDP, TRAINER_FILE, load_trainer_state, trainer_state
-from dalsegno.elastic.training import entry
+from dalsegno.elastic.training import entry, saves
+from dalsegno.elastic.training.session import BareSession
 from tests.unit.elastic.saving.test_resuming import write
 
 STEPS, GLOBAL_BATCH, LENGTH = 7, 6, 20
@@ -400,6 +402,57 @@ def test_early_stopping_ends_the_run_once_and_for_all(tmp_path: Path, process: C
         process()
     assert saved_steps(tmp_path) == [4]
     assert (tmp_path / "FINISHED.json").exists()
+
+
+def test_the_last_save_of_a_run_that_is_stopped_is_tried_again(
+    tmp_path: Path, process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of one that ends by its steps."""
+    tries: list[int] = []
+    real = BareSession.save
+
+    def save(session: BareSession, *arguments: Any, **options: Any) -> Any:
+        tries.append(session.step)
+        return None if len(tries) < 3 else real(session, *arguments, **options)
+
+    monkeypatch.setattr(BareSession, "save", save)
+    monkeypatch.setattr(saves, "LAST_SAVE_PAUSE_SECONDS", 0.01)
+    stopping = EarlyStopping("score", patience=1)
+    options: dict[str, Any] = {"evaluator": Scripted([1.0, 2.0]), "evaluate_every": 1, "callbacks": [stopping]}
+    assert make(checkpoint_dir=tmp_path, **options).fit().step == 2
+    assert tries == [2, 2, 2]
+    assert saved_steps(tmp_path) == [2]
+
+
+def test_a_value_that_is_no_number_is_never_the_best(process: Callable[[], None]) -> None:
+    """The first evaluation may overflow: what comes then is better, and does not end the run."""
+    nan, inf = float("nan"), float("inf")
+    stopping = EarlyStopping("score", patience=2, mode="max")
+    scores = Scripted([nan, 1.0, inf, 2.0, nan, 3.0, 4.0])
+    assert make(evaluator=scores, evaluate_every=1, callbacks=[stopping]).fit().step == STEPS
+    stopping.load_state_dict({"best": nan, "worse": 0})
+    assert stopping.state_dict() == {"best": None, "worse": 0}
+    process()
+    scores = Scripted([nan] * STEPS)
+    assert make(evaluator=scores, evaluate_every=1, callbacks=[EarlyStopping("score", patience=2)]).fit().step == 2
+
+
+def test_an_evaluation_that_a_leave_cuts_short_stays_one_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also once its save has failed: the leaver's notice is shorter than an evaluation may be."""
+    told, left = [True, True, True], list[Any]()
+
+    class Long(Scripted):
+        def run(self, *arguments: Any, **options: Any) -> dict[str, float]:
+            found = super().run(*arguments, **{**options, "interrupt": None})
+            if options["interrupt"]():
+                raise Interrupted
+            return found
+
+    monkeypatch.setattr(BareSession, "leaving", lambda _: bool(told) and told.pop())
+    monkeypatch.setattr(Trainer, "_leave", lambda _, position: left.append(position))
+    scores = Long([1.0] * 10)
+    assert make(evaluator=scores, evaluate_every=3, max_steps=4).fit().step == 4
+    assert (scores.runs, len(left)) == (5, 2)
 
 
 def test_callbacks_keep_their_state(tmp_path: Path, process: Callable[[], None]) -> None:
