@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -96,7 +97,8 @@ class EarlyStopping(Callback):
 
     Args:
         metric: Its name among the evaluation's.
-        patience: The number of evaluations in a row without an improvement that ends the training.
+        patience: The number of evaluations in a row without an improvement that ends the training. A value that is
+            not finite is none.
         mode: ``"min"`` or ``"max"``: what is better.
         min_delta: How much better a value must be at least.
 
@@ -120,7 +122,8 @@ class EarlyStopping(Callback):
         if self._metric not in metrics:
             raise ValueError(f"the evaluation has no {self._metric!r}, only {', '.join(sorted(metrics)) or 'nothing'}")
         value = self._sign * metrics[self._metric]
-        if self._best is None or value < self._best - self._min_delta:
+        # Nothing compares with a NaN: it would stay the best.
+        if math.isfinite(value) and (self._best is None or value < self._best - self._min_delta):
             self._best, self._worse = value, 0
             return
         self._worse += 1
@@ -131,7 +134,8 @@ class EarlyStopping(Callback):
         return {"best": self._best, "worse": self._worse}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._best, self._worse = state["best"], state["worse"]
+        best, self._worse = state["best"], state["worse"]
+        self._best = best if best is not None and math.isfinite(best) else None  # earlier versions kept it
 
 
 class Console(Callback):
