@@ -54,9 +54,10 @@ class Callback:
     def state_dict(self) -> dict[str, Any]:
         """What is saved in checkpoints: plain values and tensors, alike on all ranks.
 
-        Rank 0's state is saved. Under DDP only rank 0 is asked, so this method must not call a collective. Under FSDP
-        and DeepSpeed all ranks are asked, at the same step, and may gather sharded values. It is also called once
-        before the first step.
+        Rank 0's state is saved. Under DDP only rank 0 is asked, so this method must not call a collective; with
+        ``memory_every`` each rank is asked at each step, and one that fails saves nothing after a crash. Under FSDP and
+        DeepSpeed all ranks are asked, at the same step, and may gather sharded values. It is also called once before
+        the first step.
         """
         return {}
 

@@ -29,6 +29,7 @@ from ..training.reading_state import load_part, owned, read_tensors
 from ..training.session import BareSession
 from ..training.staying import Wrappers
 from ..training.training_state import TrainingState
+from ..training.unchanged import UnclearError
 from .loss_scale import LossScale
 from .made import steps_on_metric
 
@@ -238,7 +239,18 @@ class StrategyWrite:
 
     def watched(self) -> TrainingState | None:
         """See ``held_state.held_by``."""
-        return self._strategy.watched(self._state)
+        return self._strategy.watched(self._state if self._rank == 0 else self._own)
+
+    def _own(self) -> Mapping[str, Any]:
+        """Of a rank that does not write it: its callbacks may keep less, or nothing.
+
+        Raises:
+            UnclearError: They have no state here.
+        """
+        try:
+            return self._state()
+        except Exception as error:
+            raise UnclearError(f"rank {self._rank} has no state of its own: {error}") from error
 
     def _given(self) -> Mapping[str, Any]:
         return self._state() if self._strategy.asks_all_ranks or self._rank == 0 else {}

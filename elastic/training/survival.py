@@ -230,7 +230,7 @@ class Survival:
 
     def _cannot(self, error: Exception) -> None:
         """The training goes on without this, whatever the error is."""
-        if not isinstance(error, UnclearError):
+        if not isinstance(error, UnclearError) and not isinstance(error.__cause__, UnclearError):
             log.warning("the state of this training cannot be watched", exc_info=error)
         self._give_up(f"the state cannot be watched: {error}")
 

@@ -162,7 +162,8 @@ class TrainingState:
         before = self._first.setdefault(name, list(names))
         if before != list(names):
             self._first[name] = list(names)
-            say_added(name, before, names)
+            if self._session.rank == 0:
+                say_added(name, before, names)
 
     def _trained(self) -> dict[str, list[str]]:
         """Names of each optimizer's parameters, in the order of its groups; nameless ones are left out."""

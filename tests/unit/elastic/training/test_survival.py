@@ -14,6 +14,7 @@ from torch import nn
 
 from dalsegno.elastic.checkpoint import Position
 from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.trainer.strategies import StrategyWrite
 from dalsegno.elastic.training import survival
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
@@ -183,6 +184,22 @@ def test_a_part_that_fails_costs_the_training_nothing(when: str) -> None:
     assert not loop.may[-1]
     loop.lost()
     assert not loop.saved
+
+
+def test_callbacks_that_keep_something_on_rank_0_alone_are_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """Every rank is asked; another one than rank 0 then saves nothing, and logs nothing."""
+
+    def kept() -> dict[str, Any]:
+        raise TypeError("the state of the callback Curve cannot be had")
+
+    loop = Loop(rank=1)
+    strategy: Any = SimpleNamespace(
+        watched=lambda state: setattr(loop.part, "state_dict", state), reshards=False, by_place=False, reads=None
+    )
+    StrategyWrite(strategy, kept, 1).watched()
+    loop.step(3)
+    loop.lost()
+    assert (any(loop.may), loop.saved, caplog.records) == (False, [], [])
 
 
 def test_a_part_that_fails_at_the_end_saves_nothing() -> None:
