@@ -30,6 +30,7 @@ from torch import Tensor
 from ..rank.tensor_bytes import as_it_lies, bytes_of
 from ..universal.recording import dense, recorded, storage_order
 from .packed import PackedFile
+from .unfit import is_of_the_state
 
 MARK, VERSION = "dalsegno_bundle", 2
 # A flat tensor is full with so many bytes; small tensors are put together up to so many for each write.
@@ -183,6 +184,8 @@ def unpacked(content: Any) -> Any:
         rest = _rest_of(content["rest"], content["pools"])
         return _value(json.loads(content["tree"]), content["pools"], rest)
     except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, RecursionError, UnpicklingError) as error:
+        if not is_of_the_state(error):
+            raise
         if refused := refused_of(error):
             raise ValueError(f"it has more than plain values and tensors: {refused}") from error
         raise ValueError(f"what it packs is not whole: {type(error).__name__} {error}".splitlines()[0]) from error

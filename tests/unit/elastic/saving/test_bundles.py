@@ -198,3 +198,16 @@ def test_what_is_not_whole_is_refused(tmp_path: Path, harm: dict[str, Any], reas
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (JSON's and ours)
         unpacked({**content, **harm})
     assert reason in str(caught.value)
+
+
+def test_a_lack_of_memory_is_not_said_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is whole, and the next start may have the memory."""
+
+    def lacks(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+    written(Bundle({"a": torch.ones(5)}), tmp_path / "file")
+    content = torch.load(tmp_path / "file", weights_only=True)
+    monkeypatch.setattr(bundles, "_value", lacks)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        unpacked(content)
