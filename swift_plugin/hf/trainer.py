@@ -292,20 +292,22 @@ class ElasticTrainer(SavingTrainer):
         if not (control.should_log and self.state.global_step > self._globalstep_last_logged):
             # A log belongs to this process: callbacks may want what they have noted of its steps.
             run.mark(self, evaluation=control.should_evaluate, save=control.should_save)
-        if not run.draining:
+        drains, done = run.draining, False
+        while not done:
+            if run.draining:
+                self._drain(*ours, *args, **kwargs)
+                # The save failed: the run goes on, and the next boundary tries again, or the evaluation does.
             try:
                 with run.interruptible():
                     super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
-                self._remember(model, trial)
-                run.mark(self)
-                run.look()
-                return
+                done = True
             except Leaving:
                 # An evaluation takes longer than a notice. What was to be logged before it is logged, once.
-                run.draining = True
-        self._drain(*ours, *args, **kwargs)
-        # The save failed: the run goes on, and the next boundary tries again.
-        super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
+                run.draining = drains = True
+        if not drains:
+            self._remember(model, trial)
+            run.mark(self)
+            run.look()
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         if self._run.micro is None and self.state.global_step == self._run.session.step:
