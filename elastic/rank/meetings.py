@@ -114,6 +114,7 @@ class Meetings:
         A rank's own mistake (`is_mistake`) keeps its type here; the others get a `Refusal` with its text. An error that
         may come from the surroundings leaves the block as it is, because another start may succeed.
         """
+        self._all_know = False
         try:
             yield
         except (Refusal, Trouble):

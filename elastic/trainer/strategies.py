@@ -396,7 +396,10 @@ class TrainerState:
     @property
     def stepped_alike(self) -> bool:
         """All ranks have the same. Callbacks are told things on rank 0 that others are not."""
-        return not any(dict(self.state_dict()["callbacks"]).values())
+        try:
+            return not any(dict(self.state_dict()["callbacks"]).values())
+        except UnclearError:
+            return False
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._state if self.source is None else self.source())

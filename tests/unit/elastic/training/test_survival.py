@@ -14,7 +14,7 @@ from torch import nn
 
 from dalsegno.elastic.checkpoint import Position
 from dalsegno.elastic.rank.collective import Solo
-from dalsegno.elastic.trainer.strategies import StrategyWrite
+from dalsegno.elastic.trainer.strategies import StrategyWrite, TrainerState
 from dalsegno.elastic.training import survival
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
@@ -200,6 +200,9 @@ def test_callbacks_that_keep_something_on_rank_0_alone_are_no_failure(caplog: py
     loop.step(3)
     loop.lost()
     assert (any(loop.may), loop.saved, caplog.records) == (False, [], [])
+    held = TrainerState()
+    held.source = StrategyWrite(strategy, kept, 1)._own
+    assert not held.stepped_alike
 
 
 def test_a_part_that_fails_at_the_end_saves_nothing() -> None:
