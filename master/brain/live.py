@@ -404,6 +404,8 @@ class Live:
     lost_at: dict[str, list[float]] = field(default_factory=dict)
     # Incarnations of members that are in later epochs than any on the record, and in which.
     ahead: dict[str, int] = field(default_factory=dict)
+    # All settings were given to this process, so that no agent sets any.
+    settings_given: bool = False
     # Incarnations that were fenced for good, and why.
     shut_out: dict[str, str] = field(default_factory=dict)
     phase_since: float = 0.0

@@ -323,7 +323,7 @@ def take_up_again(turn: Turn) -> None:
         # Stopped while a lost store was being read back: what was heard so far still has to count.
         job.recollection = Recollection(epoch=job.recollection.epoch)
     job.message = ""
-    job.settled = job.fixed_nnodes
+    job.settled = turn.live.settings_given  # otherwise its next agent says them anew
     turn.live.pause = None
     spent = job.run.budget
     turn.update_run(budget=Budget(last_step=spent.last_step, saved_step=spent.saved_step))

@@ -66,12 +66,17 @@ class JobBrain:
             settings = None if self._nnodes is None else Settings(*self._nnodes)
             state = brain.fresh(self._job_id, generation, settings, self._embedded)
             self._settle(state.job)
-            return self._dated(state, now)
+            return self._begun(state, now)
         job = self._codec.decode(rows)
         job.embedded = self._embedded
         self._check_nnodes(job)
         self._settle(job)
-        return brain.recover(job, generation, now, self._is_gone, self._offset(now))
+        return self._begun(brain.recover(job, generation, now, self._is_gone, self._offset(now)), now)
+
+    def _begun(self, state: State, now: float) -> State:
+        """The state of a process that begins, with what that knows besides."""
+        state.live.settings_given = self._settings is not None
+        return self._dated(state, now)
 
     def _dated(self, state: State, now: float) -> State:
         """The state with the offset by which it tells Unix seconds."""
@@ -146,14 +151,17 @@ class JobBrain:
             job.settings, job.settled, job.fixed_nnodes = self._settings, True, True
 
     def _check_nnodes(self, job: Job) -> None:
-        """Checks min and max, which belong to the job: a restarted master may get the same again, but no others."""
-        if self._nnodes is None:
-            return
+        """Checks min and max, which belong to the job until it ends: until then a new master may get no others."""
+        # As this master's command line says, whatever that of the last one was.
+        job.fixed_nnodes = self._nnodes is not None
         settings = job.settings
-        if job.settled and self._nnodes != (settings.min_nodes, settings.max_nodes):
+        if self._nnodes is None or self._nnodes == (settings.min_nodes, settings.max_nodes):
+            return
+        if job.settled and not job.phase.is_terminal:
             raise StoreError(
                 f"job {job.job_id!r} has --nnodes {settings.min_nodes}:{settings.max_nodes} in this store,"
-                f" not {self._nnodes[0]}:{self._nnodes[1]}: leave --nnodes out, or start a new job"
+                f" not {self._nnodes[0]}:{self._nnodes[1]}: leave --nnodes out until the job has ended or is stopped,"
+                " or start a new job"
             )
         job.settings = replace(settings, min_nodes=self._nnodes[0], max_nodes=self._nnodes[1])
-        job.fixed_nnodes = True
+        job.limit = 0  # it was within other bounds

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dalsegno.master.brain.events import Called
+from dalsegno.master.brain.live import State
+from dalsegno.master.brain.registration import settings_proto
+from dalsegno.master.brain.state import Phase
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.master.record.store import StoreError
 from dalsegno.master.server.job_brain import JobBrain
@@ -50,6 +53,57 @@ def test_nnodes_belong_to_the_job() -> None:
         assert JobBrain("job", same).begin(saved, 2, 0.0).job.settings.max_nodes == 4
     with pytest.raises(StoreError, match="has --nnodes 2:4 in this store, not 1:4"):
         JobBrain("job", (1, 4)).begin(saved, 2, 0.0)
+
+
+class Stored:
+    """A job's rows, over which one master after the other begins."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, bytes] = {}
+
+    def begin(self, nnodes: tuple[int, int] | None) -> Stored:
+        self.brain = JobBrain("job", nnodes)
+        self.state: State = self.brain.begin(self.rows, len(self.rows) + 1, 0.0)
+        return self
+
+    def call(self, request: object) -> pb.Settings:
+        """The settings that the job has then."""
+        self.state, replies = self.brain.handle_all(self.state, [Called(request)], 1.0)  # type: ignore[arg-type]
+        assert [reply.code if reply is not None else "" for reply in replies] == ["OK"]
+        for key, row in self.brain.changes(self.state).items():
+            if row is None:
+                self.rows.pop(key, None)
+            else:
+                self.rows[key] = row
+        return settings_proto(self.state.job.settings)
+
+    def register(self, incarnation: str, nnodes: tuple[int, int], drain_timeout: float) -> pb.Settings:
+        request = pb.RegisterRequest(job_id="job", incarnation=incarnation, settings=settings(nnodes))
+        request.settings.drain_timeout = drain_timeout
+        return self.call(request)
+
+    def stop(self) -> None:
+        self.call(pb.StopRequest(job_id="job"))
+        if self.state.job.phase is not Phase.STOPPED:
+            node = next(iter(self.state.job.nodes.values()))
+            self.call(pb.LeaveRequest(caller=pb.Caller(job_id="job", incarnation=node.incarnation), gone=True))
+        assert self.state.job.phase is Phase.STOPPED
+
+
+def test_a_masters_nnodes_hold_nothing_but_themselves_and_only_while_it_says_them() -> None:
+    """A job that has ended takes its next agent's other settings, and other bounds of its next master, or none."""
+    job = Stored().begin((1, 4))
+    assert job.register("a", (1, 2), 10.0).drain_timeout == 10.0
+    job.stop()
+    job.call(pb.StartRequest(job_id="job"))
+    new = job.register("b", (1, 2), 250.0)
+    assert (new.drain_timeout, new.max_nodes) == (250.0, 4)
+    job.stop()
+    job.begin((1, 8)).call(pb.StartRequest(job_id="job"))
+    assert job.register("c", (1, 2), 10.0).max_nodes == 8
+    job.stop()
+    job.begin(None).call(pb.StartRequest(job_id="job"))
+    assert job.register("d", (1, 2), 10.0).max_nodes == 2
 
 
 def test_embedded_is_said_by_each_start() -> None:
