@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from dataclasses import replace
+from operator import attrgetter
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.peer_address import speaks_tls
@@ -46,6 +47,9 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
     if message.job_id != job.job_id:
         return Reply("INVALID_ARGUMENT", f"this master runs job {job.job_id!r}, not {message.job_id!r}: check --job-id")
     wrong = settings_from(message.settings).problem
+    if not wrong and would_settle(turn, message):
+        wrong = chosen_from(job, message.settings).problem
+        wrong = wrong and f"{wrong} (dlrover-master was given this --nnodes)"
     if wrong:
         return Reply("INVALID_ARGUMENT", wrong)
     known = job.node_by(message.incarnation)
@@ -385,12 +389,30 @@ def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
         job.generation = message.generation + 1
 
 
-def settle_for(job: Job, settings: control_pb2.Settings) -> None:
-    """Makes this agent's settings the job's; --nnodes of the master's own command line stands."""
+def would_settle(turn: Turn, message: control_pb2.RegisterRequest) -> bool:
+    """Whether a new agent's settings become the job's if it is let in."""
+    job = turn.job
+    if message.previous_incarnation or job.node_by(message.incarnation) is not None or turn.live.settings_given:
+        return False
+    if job.phase.is_terminal:
+        return job.phase is Phase.FAILED or (job.phase is Phase.SUCCEEDED and message.new_run)
+    return not job.settled and not len(job.nodes)
+
+
+def chosen_from(job: Job, settings: control_pb2.Settings) -> Settings:
+    """This agent's settings, as the job takes them: --nnodes of the master's own command line stands."""
     chosen = settings_from(settings)
     if job.fixed_nnodes:
         chosen = replace(chosen, min_nodes=job.settings.min_nodes, max_nodes=job.settings.max_nodes)
-    if (chosen.min_nodes, chosen.max_nodes) != (job.settings.min_nodes, job.settings.max_nodes):
+    return chosen
+
+
+def settle_for(job: Job, settings: control_pb2.Settings) -> None:
+    """Makes this agent's settings the job's."""
+    chosen, bounds = chosen_from(job, settings), attrgetter("min_nodes", "max_nodes", "node_unit")
+    if chosen.problem:
+        return  # what an agent remembers of the last run counts, not its settings
+    if bounds(chosen) != bounds(job.settings):
         job.limit = 0  # the limit was within other bounds
     job.settings = chosen
     job.settled = True

@@ -676,3 +676,33 @@ def test_what_strangers_tell_is_kept_within_bounds() -> None:
     a.failed()
     b.join()
     assert len(job.state.live.gathering.told_by_strangers) == LATE_KEPT
+
+
+def test_a_node_unit_that_does_not_fit_the_masters_nnodes_is_refused() -> None:
+    """Both make sense by themselves; no world could ever open with both, and nobody would have said why."""
+    job = Driven()
+    job.fixed(3, 3)
+    odd = Node(job, "odd")
+    refused = odd.register(settings=settings(max_nodes=4, node_unit=2))
+    assert refused.code == "INVALID_ARGUMENT"
+    assert "--node-unit=2 does not fit --nnodes=3:3" in refused.detail
+    assert "dlrover-master was given this --nnodes" in refused.detail
+    assert not len(job.job.nodes)
+    fits = Node(job, "fits")
+    assert fits.register(settings=settings(max_nodes=4)).code == "OK"
+    # What others say is not the job's any more.
+    assert odd.register(settings=settings(max_nodes=4, node_unit=2)).code == "OK"
+
+
+def test_a_limit_does_not_outlive_the_node_unit_that_it_was_for() -> None:
+    """A world of at most 3 nodes in a multiple of 4 never opens."""
+    job = Driven(settings(max_nodes=8))
+    (first,) = job.start(1)
+    assert job.scale(3).code == "OK"
+    job.call(control_pb2.StopRequest(job_id="job"))
+    first.goodbye()
+    job.wait(20)
+    assert job.phase is Phase.STOPPED
+    job.call(control_pb2.StartRequest(job_id="job"))
+    assert Node(job, "anew").register(settings=settings(max_nodes=8, node_unit=4)).code == "OK"
+    assert job.job.most_nodes == 8
