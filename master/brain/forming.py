@@ -171,6 +171,8 @@ def wait_or_form(turn: Turn, enough: bool) -> bool:
     if job.phase is Phase.WAITING:
         durable.write_while_waiting(turn)
     limit = job.settings.wait_for_nodes
+    if job.stopping:
+        return False  # nobody comes any more
     if job.phase is Phase.WAITING and limit >= 0 and turn.due(turn.live.phase_since + limit):
         end(turn, Phase.FAILED, f"{missing(turn.state)} for {limit:.0f} s (--wait-for-nodes)")
         return True
@@ -180,7 +182,7 @@ def wait_or_form(turn: Turn, enough: bool) -> bool:
 def ends_in_vain(turn: Turn, stuck: bool) -> bool:
     """Ends the job if only a world of the old shape could go on, and nodes for one do not come."""
     gathering, settings = turn.live.gathering, turn.job.settings
-    if not stuck or not conversion.is_vain(turn):
+    if not stuck or turn.job.stopping or not conversion.is_vain(turn):
         gathering.vain_until = None
         return False
     if gathering.vain_until is None:

@@ -15,8 +15,9 @@ from . import announcements, membership, memory, running
 from .checkpoints import in_memory_alone, newest_on_disk, resume_point
 from .chronicle import Kind
 from .events import Reply
-from .registration import take_up_again, where
+from .registration import take_up_again
 from .state import Job, Node, Phase, SaveOrder
+from .stopped import goes_on, stopped, where
 from .turn import Turn, names, of_nodes
 
 __all__ = ("drain_node", "fence", "look_at_stop", "save_now", "start", "stop")
@@ -146,14 +147,7 @@ def end_stopped(turn: Turn) -> None:
     job = turn.job
     while (record := in_memory_alone(job)) is not None:
         memory.give_up(turn, record, "the nodes that held it are gone")
-    running.end(
-        turn, Phase.STOPPED, f"the job was stopped by order: {job.run_id} goes on from {where(job)}{goes_on(job)}"
-    )
-
-
-def goes_on(job: Job) -> str:
-    """How a stopped job is taken up again, for a person."""
-    return "; the same command goes on with it" if job.embedded else "; dalsegno start lets agents go on with it"
+    running.end(turn, Phase.STOPPED, stopped(job))
 
 
 def start(turn: Turn, message: control_pb2.StartRequest) -> Reply:

@@ -12,7 +12,6 @@ from dalsegno.protos.peer_address import speaks_tls
 from dalsegno.protos.processes import Process, is_of_earlier_boot
 
 from . import beside, going_back, liveness, membership, running
-from .checkpoints import resume_point
 from .chronicle import Kind
 from .door import MOST_NODES
 from .events import Reply
@@ -20,6 +19,7 @@ from .live import ConversionLife
 from .presences import Presence
 from .recollection import note_newer, number_of, remember
 from .state import Budget, Job, NextWorld, Node, Phase, Recollection, Run, Settings
+from .stopped import where
 from .turn import Turn, heartbeat_of, of_nodes, pace_of
 
 _FIELDS = tuple(Settings.__dataclass_fields__)
@@ -263,12 +263,6 @@ def new_run_without_effect(turn: Turn, message: control_pb2.RegisterRequest) -> 
         f"--new-run has no effect: {job.run_id} is not over, and goes on from {where(job)};"
         " to start over, use another --job-id"
     )
-
-
-def where(job: Job) -> str:
-    """Where the run resumes, for a person."""
-    head = resume_point(job)
-    return f"step {head.step}" if head is not None else "step 0"
 
 
 def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:

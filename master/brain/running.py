@@ -17,6 +17,7 @@ from .live import DrainLife, Pause
 from .membership import may_call_session, newcomers
 from .scaling import is_too_large, wants_to_shrink
 from .state import Drain, Failure, MemberState, NextWorld, Phase
+from .stopped import stopped
 from .turn import Turn, names, of_nodes, world_of
 
 # What the end of the job is called, by its last phase.
@@ -403,13 +404,17 @@ def end_refused(turn: Turn) -> None:
 def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
     """Ends the job, well or not. Every agent's last line says so; without `notice` nothing else does.
 
-    A failed one ends when what it has in memory alone is on the disk (`ending`).
+    A failed one ends when what it has in memory alone is on the disk (`ending`). One that is being stopped is stopped
+    then, whatever failed.
     """
     job = turn.job
     if phase is Phase.FAILED and ending.put_off(turn, message, notice=notice):
         if job.phase.has_workers:
             unplanned(turn)
         return
+    if phase is Phase.FAILED and job.stopping:
+        # It stays as somebody wants it: of a failed one the agents that a supervisor starts again would go on.
+        phase, message, notice = Phase.STOPPED, stopped(job, message), True
     job.ending, job.message = None, message
     # A stop may have come too late; then it is over as well, and must not keep out who comes next.
     job.stopping = False

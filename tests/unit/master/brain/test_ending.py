@@ -692,3 +692,16 @@ def test_an_order_to_stop_counts_for_a_job_that_is_over() -> None:
     job.wait(15)
     assert job.phase is Phase.STOPPED
     assert job.job.ending is None
+
+
+def test_a_job_that_fails_and_is_stopped_while_it_still_writes_is_stopped() -> None:
+    """What is in memory alone comes to the disk first, as with each end."""
+    job, nodes, _ = failed()
+    assert job.call(pb.StopRequest(job_id="job")).code == "OK"
+    for node in (*nodes, nodes[0]):
+        node.durable()
+    for node in nodes:
+        node.hang_up()
+    job.wait(10)
+    assert (job.phase, job.job.stopping) == (Phase.STOPPED, False)
+    assert "goes on from step 20" in job.job.message

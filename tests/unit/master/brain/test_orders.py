@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dalsegno.master.brain import shown
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
@@ -493,3 +495,32 @@ def test_a_run_that_went_back_fulfils_an_order_by_its_next_save() -> None:
     nodes[0].save(6)
     assert not nodes[0].directive.save_order
     assert shown.status(job.state, job.now).save_order == 0
+
+
+@pytest.mark.parametrize("limit", [0.0, 2.0, 60.0])
+def test_a_job_that_is_being_stopped_waits_for_no_nodes(limit: float) -> None:
+    """However long a node takes to go: --wait-for-nodes is for nodes that are to come."""
+    job, nodes = trained(2, wait_for_nodes=limit)
+    stop(job)
+    saved(job, nodes, 3)
+    nodes[0].hang_up()
+    job.wait(limit + 5)
+    assert (job.phase.is_terminal, job.job.stopping) == (False, True)
+    nodes[1].hang_up()
+    job.wait(5)
+    assert (job.phase, "goes on from step 3" in job.job.message) == (Phase.STOPPED, True)
+
+
+def test_what_fails_while_a_job_is_being_stopped_leaves_it_stopped() -> None:
+    """A failed job would go on with the agents that a supervisor starts again, which somebody did not want."""
+    job, (first,) = trained(1)
+    first.save(1)
+    stop(job)
+    refused = pb.FAILURE_KIND_REFUSED
+    job.call(pb.FailureRequest(caller=first.caller(), kind=refused, exit_code=1, message="other data", step=1))
+    job.wait(2)
+    assert job.phase is Phase.STOPPED
+    assert "(it failed meanwhile: the training was refused: other data)" in job.job.message
+    assert "goes on from step 1" in job.job.message
+    again = job.node()
+    assert (again.order, job.phase) == ("finish", Phase.STOPPED)
