@@ -79,9 +79,9 @@ def _saved(status: pb.StatusReply, order: pb.OrderReply) -> pb.Checkpoint | None
     newest = next((one for one in reversed(status.checkpoints) if not one.in_memory), None)
     if newest is None or newest.ref.name == order.before:
         return None
-    # A run that went back has fulfilled the order at a lower step. Of an order without a number, or one in whose place
-    # another one stands, only the step is known.
-    known = order.number and not status.save_order
+    # A run that went back has fulfilled the order at a lower step. Of an order without a number, one in whose place
+    # another one stands, and one of a job that has ended meanwhile, which drops it, only the step is known.
+    known = order.number and not status.save_order and status.phase not in _ENDED
     return newest if known or newest.step > order.step else None
 
 

@@ -53,6 +53,14 @@ def test_a_save_by_order_is_over_when_the_master_says_so(
     assert (found.ref.name if found is not None else "") == saved
 
 
+@pytest.mark.parametrize("phase", [pb.PHASE_SUCCEEDED, pb.PHASE_FAILED, pb.PHASE_STOPPED])
+def test_a_job_that_ends_before_the_ordered_save_has_not_fulfilled_it(phase: pb.Phase.ValueType) -> None:
+    """It stands no more then, whatever was committed: an earlier save that was on its way, or the last one of all."""
+    for step, saved in ((38, ""), (41, "step-41.e1")):
+        found = _saved(pb.StatusReply(phase=phase, checkpoints=[BEFORE, commit(step)]), ORDER)
+        assert (found.ref.name if found is not None else "") == saved
+
+
 @pytest.mark.parametrize(
     ("there", "became"),
     [
