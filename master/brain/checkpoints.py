@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby
 
 from dalsegno.protos import control_pb2
 
@@ -14,7 +14,7 @@ from .described import from_proto
 from .progress import is_further, refilled
 from .published import PRUNED_KEPT, Pruned
 from .state import Checkpoint, Job, Node
-from .turn import Turn
+from .turn import Turn, names
 
 # The most damaged forms of one checkpoint that are remembered, and the most late checkpoints that await deletion.
 DROPPED_KEPT = 64
@@ -287,7 +287,7 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
     `taken`: it has just taken what a lost node had not, see `taking`.
     """
     job = turn.job
-    forms, late = [], []
+    forms, late, counts = [], [], list[str]()
     deleted = {record.digest for record in job.late}  # or about to be
     for message in sorted(inventory, key=lambda message: message.step):
         if message.run_id != job.run_id or message.in_memory or message.ref.digest in deleted:
@@ -301,11 +301,13 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
             if not may_tell(turn, by):
                 keep_for_later(turn, message, by)
             elif not record_commit(turn, message, by.name):
-                known = "was sealed but not yet recorded"
-                saved = f"was saved just before a node was lost, and {by.name} has taken it"
-                turn.notice(f"{message.ref.name} {saved if taken else known}: it counts")
+                counts.append(message.ref.name)
         elif message.epoch < job.epoch and job.checkpoint(message.ref.digest) is None:
             late.append(message)
+    if counts:
+        were, them, count = ("was", "it", "it counts") if len(counts) == 1 else ("were", "them", "they count")
+        how = f"saved just before a node was lost, and {by.name} has taken {them}" if taken else ""
+        turn.notice(f"{names(counts)} {were} {how or 'sealed but not yet recorded'}: {count}")
     note_late(turn, late)
     for message in forms:
         record_form(job, message)
@@ -333,20 +335,20 @@ def keep_for_later(turn: Turn, message: control_pb2.Checkpoint, by: Node) -> Non
 
 
 def adopt_from_strangers(turn: Turn) -> bool:
-    """Records what nodes of the last epoch were to tell of, once none of them is left; one checkpoint at a time.
-
-    Returns whether there was any.
-    """
-    told = turn.live.gathering.told_by_strangers
-    for message, tellers in sorted(told.values(), key=lambda entry: entry[0].step):
-        by = next((node for name in tellers if (node := turn.job.nodes.get(name)) is not None), None)
-        if by is not None:
-            if not may_tell(turn, by):
-                return False  # Nor may others: all are strangers, and this looks at each member.
-            del told[message.ref.digest]
-            adopt_sealed(turn, [message], by)
-            return True
-    return False
+    """Records what nodes of the last epoch were to tell of, once none is left. Returns whether there was any."""
+    told, nodes, found = turn.live.gathering.told_by_strangers, turn.job.nodes, list[control_pb2.Checkpoint]()
+    by_step = sorted(told.values(), key=lambda entry: entry[0].step)
+    tellers = ((next((nodes[name] for name in known if name in nodes), None), one) for one, known in by_step)
+    for by, entries in groupby(tellers, key=lambda entry: entry[0]):
+        if by is None:
+            continue
+        if not may_tell(turn, by):
+            return False  # Nor may others: all are strangers, and this looks at each member.
+        found += (of_one := [message for _, message in entries])
+        adopt_sealed(turn, of_one, by)
+    for message in found:  # Behind all of it: what fails is not taken back here.
+        del told[message.ref.digest]
+    return bool(found)
 
 
 def note_late(turn: Turn, late: list[control_pb2.Checkpoint]) -> None:

@@ -367,3 +367,21 @@ def test_nobody_registers_over_a_node_whose_secret_it_does_not_know() -> None:
     assert a.is_known
     assert b.is_known
     assert job.phase is Phase.RUNNING
+
+
+def test_all_that_a_newcomer_tells_counts_however_much_it_is() -> None:
+    """What is recorded at once is told in one line, and nothing of it is deleted later."""
+    job = Driven(settings(keep_checkpoints=0))
+    a, b = job.start(2)
+    a.step(1)
+    for step in range(2, 102):
+        job.seal(step, any_size=True)
+    b.failed()
+    new = job.node()
+    new.join()
+    a.hang_up()
+    b.hang_up()
+    job.wait(3)
+    assert [record.step for record in job.job.checkpoints] == list(range(2, 102))
+    assert not job.job.late
+    assert job.notices.count("sealed but not yet recorded: they count") == 1
