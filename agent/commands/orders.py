@@ -180,7 +180,7 @@ def events(options: argparse.Namespace) -> int:
                 continue
             return EXIT_FINISHED if left is not None and left.finished else EXIT_FAILED
         after, has_ended = _print_events(options, reply, after), is_over(reply.events, has_ended)
-        if not options.follow:
+        if not options.follow and (not reply.events or after >= reply.newest):
             return EXIT_FINISHED
 
 

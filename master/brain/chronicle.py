@@ -15,6 +15,7 @@ from itertools import chain, pairwise
 __all__ = (
     "EVENTS",
     "HISTORY",
+    "KEPT",
     "NOTICES",
     "REMARKS",
     "EpochRecord",
@@ -32,6 +33,8 @@ HISTORY = 500
 NOTICES = 40
 # The most lines of agents about their own nodes: they have a place of their own, so that they push out nothing else.
 REMARKS = 300
+# The most of both, which one answer may hold.
+KEPT = EVENTS + REMARKS
 
 
 class Kind(str, Enum):

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.contract import CONTROL_PROTOCOL
 
-from ..brain.chronicle import EVENTS
+from ..brain.chronicle import KEPT
 from ..brain.door import ShapeError, admit
 from ..server.feed import Feed
 from .encoded import EncodedEvents
@@ -108,7 +108,7 @@ class Api:
         self,
         request: Request,
         after: Annotated[int, Query(ge=0, le=2**53)] = 0,
-        limit: Annotated[int, Query(ge=1, le=EVENTS)] = EVENTS,
+        limit: Annotated[int, Query(ge=1, le=KEPT)] = KEPT,
         wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT_SECONDS, description="Seconds, if there is none")] = 0.0,
         accept: Annotated[str, Header()] = "",
         last_event_id: Annotated[int | None, Header(ge=0, le=2**53)] = None,

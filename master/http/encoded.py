@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from dalsegno.protos.plain_json import plain
 
-from ..brain.chronicle import EVENTS, JobEvent
+from ..brain.chronicle import KEPT, JobEvent
 from ..brain.shown import event_proto
 from ..server.feed import Feed
 
@@ -67,8 +67,9 @@ class EncodedEvents:
                     self._texts[event.sequence] = event, text
                 found.append(text)
                 await pieces.between()
-            if len(self._texts) > EVENTS + _SPARE:
-                kept = range(self._feed.oldest, self._feed.newest + 1)
+            if len(self._texts) > KEPT + _SPARE:
+                # Not all numbers from the oldest: what agents said stays for longer.
+                kept = {event.sequence for event in self._feed.events}
                 self._texts = {sequence: text for sequence, text in self._texts.items() if sequence in kept}
             return found
 

@@ -15,7 +15,7 @@ from dalsegno.protos import control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.text import one_line
 
-from ..brain.chronicle import EVENTS
+from ..brain.chronicle import KEPT
 from ..brain.door import ShapeError, admit
 from ..brain.events import Reply, StreamClosed, StreamOpened
 from ..brain.shown import event_proto
@@ -188,7 +188,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         await self._admit(request, context)
         feed = self._feed
         await feed.wait(request.after, min(request.wait_seconds, LONGEST_WAIT_SECONDS))
-        found = feed.after(request.after, min(request.limit or EVENTS, EVENTS))
+        found = feed.after(request.after, min(request.limit or KEPT, KEPT))
         reply = pb.EventsReply(generation=self._driver.generation, oldest=feed.oldest, newest=feed.newest)
         reply.events.extend(map(event_proto, found))
         return reply

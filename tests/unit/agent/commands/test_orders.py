@@ -224,3 +224,15 @@ def test_events_end_where_no_master_comes(monkeypatch: pytest.MonkeyPatch, capsy
     said = capsys.readouterr()
     assert len(said.out.splitlines()) == len(RUNNING)
     assert said.err == "dalsegno: how it stands on the disk\n"
+
+
+def test_all_events_are_printed_however_many_one_answer_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest ones were left out, without a word."""
+    answers = [pb.EventsReply(events=RUNNING[first : first + 2], newest=6) for first in (0, 2, 4)]
+    monkeypatch.setattr(orders, "AskedMaster", lambda options: Asked(answers))
+    assert orders.events(argparse.Namespace(json=False, after=0, follow=False)) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1", "2", "3", "4", "5", "6"]
+    monkeypatch.setattr(orders, "AskedMaster", lambda options: Asked([pb.EventsReply(newest=6)]))
+    assert orders.events(argparse.Namespace(json=False, after=6, follow=False)) == 0

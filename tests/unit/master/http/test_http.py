@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn", reason="needs the extra http")
 
 from google.protobuf.message import Message
 
-from dalsegno.master.brain.chronicle import JobEvent, Kind, PausePart
+from dalsegno.master.brain.chronicle import EVENTS, REMARKS, JobEvent, Kind, PausePart
 from dalsegno.master.brain.events import Reply
 from dalsegno.master.http import stream
 from dalsegno.master.http.encoded import finite
@@ -380,6 +380,9 @@ def test_events_are_read_on_from_where_one_was() -> None:
             assert (first["kind"], first["step"]) == ("stepped", 7)
             assert first["parts"] == [{"name": "saved", "seconds": 0.5}, {"name": "formed", "seconds": 0.0}]
             assert (await get(edge, "/api/v1/events?after=-1"))[0] == 422
+            # Who asks for no pages gets all that are kept, of the job and of its agents.
+            master.feed.show(tuple(event(number) for number in range(EVENTS + REMARKS)))
+            assert (await numbers(""))[-1] == EVENTS + REMARKS - 1
 
     asyncio.run(scene())
 
