@@ -38,6 +38,7 @@ from .server.garbage import collect_rarely
 from .server.job_brain import JobBrain
 from .server.lifetime import Lifetime
 from .server.server import BindError, ControlServer, ServerOptions
+from .server.standard_error import StderrHandler
 from .server.watchdog import HANG_TIMEOUT_SECONDS, Watchdog
 from .serving import STOP, print_line, run, say_end, stopping, tls_files
 
@@ -363,7 +364,7 @@ def _log_to(file: Path) -> logging.Handler:
 def _set_up_logging(log_file: Path | None, job_id: str) -> None:
     """The master's own log; without --log-file only what needs attention, on stderr."""
     try:
-        handler = logging.StreamHandler() if log_file is None else _log_to(log_file)
+        handler = StderrHandler() if log_file is None else _log_to(log_file)
     except OSError as error:
         raise UsageError(f"cannot write the log file {log_file}: {error.strerror or error}") from error
     handler.setFormatter(_Formatter(f"%(asctime)sZ %(levelname)s [{job_id}/master] %(message)s"))

@@ -17,6 +17,7 @@ from .record.store import StoreError, Superseded
 from .server.auth import TlsFiles
 from .server.lifetime import Lifetime
 from .server.server import ControlServer
+from .server.standard_error import StderrHandler
 
 __all__ = ("STOP", "print_line", "run", "say_end", "stopping", "tls_files")
 
@@ -57,8 +58,12 @@ async def run(server: ControlServer, lifetime: Lifetime | None) -> int:
 
 def say_end(error: StoreError) -> None:
     """Says why this master ends: one line on stderr, and one in its log where that is elsewhere."""
-    if not any(type(handler) is logging.StreamHandler for handler in logging.getLogger("dalsegno").handlers):
-        log.error("%s", error)
+    handlers = logging.getLogger("dalsegno").handlers
+    stderr = next((handler for handler in handlers if isinstance(handler, StderrHandler)), None)
+    if stderr is not None:
+        stderr.say(f"dlrover-master: {error}")
+        return
+    log.error("%s", error)
     print(f"dlrover-master: {error}", file=sys.stderr)
 
 

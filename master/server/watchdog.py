@@ -8,6 +8,7 @@ because it is written on a thread of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import sys
@@ -15,12 +16,18 @@ import threading
 from pathlib import Path
 
 from dalsegno.protos.contract import MASTER_HUNG
+from dalsegno.protos.ready import writable
 
 __all__ = ("HANG_TIMEOUT_SECONDS", "Watchdog")
 
 HANG_TIMEOUT_SECONDS = 300.0
 # Seconds between two signs of life of the loop, and between two looks for them.
 LOOK_EVERY_SECONDS = 1.0
+# Seconds within which the process ends, whatever becomes of its last lines; and of these, how long each small piece of
+# them waits to be read.
+END_WITHIN_SECONDS = 10.0
+PIECE_SECONDS = 1.0
+PIECE_BYTES = 512
 
 
 class Watchdog:
@@ -53,11 +60,29 @@ class Watchdog:
                 self._end(missed * LOOK_EVERY_SECONDS)
 
     def _end(self, seconds: float) -> None:
-        # Without `logging`, whose locks a thread that hangs may hold.
+        # Without `logging`, whose locks a thread that hangs may hold. Whoever reads the log may be what is waited for.
+        with contextlib.suppress(RuntimeError, MemoryError):
+            last = threading.Timer(END_WITHIN_SECONDS, os._exit, (MASTER_HUNG,))
+            last.daemon = True
+            last.start()
         try:
             log = sys.stderr.fileno() if self._log_file is None else os.open(self._log_file, os.O_WRONLY | os.O_APPEND)
             text = f"the master's event loop has stood still for {seconds:.0f} s: this process ends\n"
-            os.write(log, text.encode())
-            faulthandler.dump_traceback(log, all_threads=True)
+            _write(log, text.encode())
+            _write(log, _stacks())
         finally:
             os._exit(MASTER_HUNG)
+
+
+def _stacks() -> bytes:
+    """What all threads are doing. Not written where it may block: meanwhile no other thread could end this process."""
+    with open(os.memfd_create("stacks"), "r+b") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+
+def _write(fd: int, data: bytes) -> None:
+    """Writes as much as somebody reads. What is ready takes a small piece without waiting."""
+    while data and writable(fd, PIECE_SECONDS):
+        data = data[os.write(fd, data[:PIECE_BYTES]) :]

@@ -1,0 +1,39 @@
+"""The master's log on stderr. Who reads that may stop (Ctrl-S, a log driver that hangs), and nobody may wait."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from dalsegno.protos.outlet import Outlet
+
+__all__ = ("StderrHandler",)
+
+# The longest that an ending process waits for its last lines to be read.
+FLUSH_SECONDS = 1.0
+
+
+class StderrHandler(logging.Handler):
+    """Writes to stderr on a thread of its own. What finds no room there is dropped and counted, see `Outlet`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Where stderr is closed its number may be any file's.
+        self._outlet = Outlet(None if sys.stderr is None else 2, "dlrover-master")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        try:
+            text = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        self.say(text)
+
+    def say(self, text: str) -> None:
+        """Writes whole lines, behind all that was logged before."""
+        self._outlet.put(f"{text}\n".encode(errors="backslashreplace"))
+
+    def flush(self) -> None:
+        """Waits until all of it is written, for a short while. The interpreter's end calls it, too."""
+        self._outlet.flush(FLUSH_SECONDS)

@@ -1,0 +1,69 @@
+"""A master whose stderr nobody reads (Ctrl-S in its terminal, a log driver that hangs) serves on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from dalsegno.protos.contract import MASTER_HUNG
+
+LOGS = """
+import logging, sys
+from dalsegno.master import cli, serving
+from dalsegno.master.record.store import StoreError
+from dalsegno.master.server.watchdog import Watchdog
+
+cli._set_up_logging(None, "job")
+for number in range(int(sys.argv[1])):
+    logging.getLogger("dalsegno.master.brain").warning("vm-%d was lost", number)
+print("logged", flush=True)
+if sys.argv[2] == "hangs":
+    Watchdog(1.0, None)._end(300)
+serving.say_end(StoreError("the store is gone"))
+"""
+
+
+def full_pipe() -> tuple[int, int]:
+    """A pipe that nobody reads, to the brim."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    try:
+        while True:
+            os.write(writer, b"x" * 4096)
+    except BlockingIOError:
+        os.set_blocking(writer, True)
+    return reader, writer
+
+
+def run(count: int, then: str, stderr: int) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", LOGS, str(count), then]
+    return subprocess.run(line, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=60, check=False)
+
+
+def test_nobody_waits_for_who_reads_the_log() -> None:
+    """Neither a line, nor the process's end, nor the end of a process whose loop hangs."""
+    reader, writer = full_pipe()
+    try:
+        logged = run(50_000, "ends", writer)
+        assert (logged.stdout, logged.returncode) == ("logged\n", 0)
+        hung = run(1, "hangs", writer)
+        assert (hung.stdout, hung.returncode) == ("logged\n", MASTER_HUNG)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_all_lines_arrive_in_order_where_somebody_reads() -> None:
+    """The last one says why the master ends."""
+    said = run(100, "ends", subprocess.PIPE).stderr.splitlines()
+    assert [line.rpartition("] ")[2] for line in said[:-1]] == [f"vm-{number} was lost" for number in range(100)]
+    assert said[-1] == "dlrover-master: the store is gone"
+
+
+def test_a_process_that_hangs_shows_all_stacks() -> None:
+    """As far as they are read."""
+    hung = run(1, "hangs", subprocess.PIPE)
+    assert hung.returncode == MASTER_HUNG
+    assert "event loop has stood still for 300 s" in hung.stderr
+    assert "in _end" in hung.stderr
