@@ -102,7 +102,7 @@ def exists(pid: int) -> bool:
     """Whether there is such a process, also a zombie, or one of which /proc shows nothing (`hidepid` of proc(5))."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no kernel has such a number
         return False
     except PermissionError:
         pass  # Another user's.
@@ -161,7 +161,7 @@ def is_gone(recorded: ProcessIdentity, here: ProcessIdentity) -> bool:
 def _may_live(pid: int, started: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no kernel has such a number
         return False
     except PermissionError:
         return True  # Another user's, of which /proc may show nothing.

@@ -275,6 +275,7 @@ _RULES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("Settings", "grow_interval"): _signed_seconds,
     ("Settings", "grow_wait"): _signed_seconds,
     ("Settings", "wait_for_nodes"): _signed_seconds,
+    ("Process", "pid"): _at_most(2**31 - 1),  # of a kernel's pid_t
 }
 _BY_NAME: dict[str, Callable[[Any], None]] = {
     **dict.fromkeys(("job_id", "node", "host", "store_host", "incarnation", "previous_incarnation"), _name),

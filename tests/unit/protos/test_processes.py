@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from dalsegno.protos import control_pb2, processes
-from dalsegno.protos.processes import Process, is_gone, is_of_earlier_boot, own_process
+from dalsegno.protos.processes import Process, exists, is_gone, is_of_earlier_boot, own_process
 
 HERE = replace(own_process(), machine="this machine")
 
@@ -109,3 +109,10 @@ def test_a_child_that_asks_for_it_leads_a_group() -> None:
         bind = processes.ends_with_parent(signal.SIGTERM, os.getpid(), own_group=own)
         done = subprocess.run(print_group, preexec_fn=bind, capture_output=True, text=True, timeout=30, check=True)
         assert done.stdout == f"{own}\n"
+
+
+@pytest.mark.parametrize("pid", [2**31, 2**32 - 1, 2**64])
+def test_a_number_that_no_kernel_gives_is_no_process(pid: int) -> None:
+    """Whoever claims it, what asks about it goes on."""
+    assert is_gone(replace(HERE, pid=pid), HERE)
+    assert not exists(pid)

@@ -239,6 +239,13 @@ def test_a_registration_is_complete_and_bounded(changes: dict[str, Any], word: s
     assert word in refusal(register(**changes))
 
 
+def test_a_process_has_a_number_that_a_kernel_gives() -> None:
+    """Masters that come later look whether it still lives."""
+    admit(register(process=pb.Process(pid=2**31 - 1)))
+    with pytest.raises(ShapeError, match="pid is 2147483648"):
+        admit(register(process=pb.Process(pid=2**31)))
+
+
 def test_a_caller_shows_who_it_is() -> None:
     """No incarnation, or a secret that cannot be one."""
     assert "incarnation is missing" in refusal(pb.HeartbeatRequest())
