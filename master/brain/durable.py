@@ -18,11 +18,12 @@ from dalsegno.protos import control_pb2
 
 from . import checkpoints
 from .holders import able, has_holder, holders, is_there, is_whole, suffices, unaccounted, who_looks
-from .live import HeldStep, State, Unwritten
+from .live import HeldStep, SharedLine, State, Unwritten
 from .membership import in_rank_order
 from .memory import is_candidate
+from .remarks import MOST_LINES, TOGETHER_SECONDS
 from .state import Checkpoint, Job, MemberState, Node, Phase
-from .turn import Turn
+from .turn import Turn, names
 
 __all__ = (
     "WriteOrder",
@@ -104,6 +105,8 @@ def cannot_write(turn: Turn, record: Checkpoint) -> bool:
 def tend(turn: Turn) -> None:
     """Chooses the next step that the ranks want on the disk, and asks nodes again that could not write to it."""
     held = turn.live.held
+    for said in [said for said, line in held.unwritten.items() if turn.due(line.until)]:
+        say_unwritten(turn, held.unwritten.pop(said).nodes, *said)
     choose_who_writes(turn)
     for step in held.steps.values():
         forget_written(turn, step)
@@ -436,7 +439,24 @@ def cannot(turn: Turn, node: Node, step: HeldStep, failure: str) -> None:
     if node.incarnation not in step.told:
         step.told[node.incarnation] = None
         if is_news:
-            turn.notice(f"{node.name} could not write {step.record.name} to the disk: {failure}", True)
+            tell_unwritten(turn, node, step.record.name, failure)
+
+
+def tell_unwritten(turn: Turn, node: Node, step: str, failure: str) -> None:
+    """Names the first node that cannot write a step for a reason at once, and those of the next seconds together."""
+    lines, said = turn.live.held.unwritten, (step, failure)
+    if said in lines:
+        lines[said].nodes[node.name] = None
+        return
+    if len(lines) < MOST_LINES:
+        lines[said] = SharedLine(turn.now + TOGETHER_SECONDS)
+    say_unwritten(turn, [node.name], step, failure)
+
+
+def say_unwritten(turn: Turn, who: Iterable[str], step: str, failure: str) -> None:
+    """Says that nodes could not write a step to the disk, if there are any."""
+    if listed := names(who):
+        turn.notice(f"{listed} could not write {step} to the disk: {failure}", True)
 
 
 def on_disk(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], node: Node) -> None:

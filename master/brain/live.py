@@ -298,6 +298,8 @@ class Held:
     writing: str = ""
     # By node, why it could not write to the disk when it tried last.
     complaints: dict[str, Unwritten] = field(default_factory=dict)
+    # By step and reason, the nodes that cannot write it either, which people are told of together.
+    unwritten: dict[tuple[str, str], SharedLine] = field(default_factory=dict)
     # Nodes that could not fetch a resume point from memory, by incarnation, and until when drains spare them that.
     unfetched: dict[str, float] = field(default_factory=dict)
     replicas: Replicas = field(default_factory=Replicas)

@@ -82,6 +82,7 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
     counts = costs_the_run(turn)
     gone: dict[str, list[str]] = {}
     broken: dict[str, list[str]] = {}
+    spares: dict[tuple[int, float], list[str]] = {}
     for node, how in dead:
         drop(turn, node)
         if not node.leaving:
@@ -98,9 +99,10 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
             continue
         saves_on = node.leaving and turn.is_working(node) and job.drain is not None and job.drain.agreed
         turn.set_part(member, MemberState.LEFT if saves_on else MemberState.LOST)
-        if counts and not node.leaving:
-            count_loss(turn, node.name)
+        if counts and not node.leaving and (held := count_loss(turn, node.name)) is not None:
+            spares.setdefault(held, []).append(node.name)
         broken.setdefault("left" if node.leaving else how, []).append(node.name)
+    say_spares(turn, spares)
     for how, who in gone.items():
         text = f"{names(who)} {'is' if len(who) == 1 else 'are'} gone ({how})"
         turn.notice(text, kind=Kind.LOST, nodes=about(who))
@@ -178,23 +180,32 @@ def others_finished(turn: Turn, incarnation: str) -> bool:
     )
 
 
-def count_loss(turn: Turn, name: str) -> None:
-    """Counts a member's loss that cost others; after too many it is held."""
+def count_loss(turn: Turn, name: str) -> tuple[int, float] | None:
+    """Counts a member's loss that cost others; after too many it is held. Returns how many, and for how long then."""
     live, job = turn.live, turn.job
     before = live.lost_at.get(name, [])
     if before and turn.now - before[-1] > FORGIVEN_AFTER_SECONDS and name in job.losses:
         job.losses[name] = max(0, job.losses[name] - int((turn.now - before[-1]) / FORGIVEN_AFTER_SECONDS))
     times = [at for at in before if turn.now - at < LOSS_WINDOW_SECONDS] + [turn.now]
     live.lost_at[name] = times
-    if len(times) >= LOSS_LIMIT:
-        held = job.losses.get(name, 0) + 1
-        job.losses[name] = held
-        pause = min(HOLD_BASE_SECONDS * 2 ** min(held - 1, 20), MAX_HOLD_SECONDS)
-        live.held_until[name] = turn.now + pause
-        job.holds[name] = pause
-        turn.notice(
-            f"{name} was lost {len(times)} times in {LOSS_WINDOW_SECONDS:.0f} s: a spare for {pause:.0f} s", True
-        )
+    if len(times) < LOSS_LIMIT:
+        return None
+    held = job.losses.get(name, 0) + 1
+    job.losses[name] = held
+    pause = min(HOLD_BASE_SECONDS * 2 ** min(held - 1, 20), MAX_HOLD_SECONDS)
+    live.held_until[name] = turn.now + pause
+    job.holds[name] = pause
+    return len(times), pause
+
+
+def say_spares(turn: Turn, held: dict[tuple[int, float], list[str]]) -> None:
+    """Names those that are held, by how often they were lost and for how long they are: one cause is one line."""
+    for (times, pause), who in held.items():
+        if len(who) == 1:
+            text = f"{who[0]} was lost {times} times in {LOSS_WINDOW_SECONDS:.0f} s: a spare for {pause:.0f} s"
+        else:
+            text = f"{names(who)} were each lost {times} times in {LOSS_WINDOW_SECONDS:.0f} s: spares for {pause:.0f} s"
+        turn.notice(text, True)
 
 
 def forget_losses(turn: Turn) -> None:

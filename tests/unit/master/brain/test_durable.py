@@ -142,6 +142,19 @@ def test_a_full_disk_is_not_said_of_all_steps() -> None:
     assert "another reason" in job.notices
 
 
+def test_one_full_disk_of_many_nodes_is_two_lines() -> None:
+    """The first node is named at once, the others together: a console keeps 40 lines, and others count, too."""
+    job, nodes = started(50, max_nodes=50)
+    nodes[0].step(12)
+    wanted(job, nodes, 10)
+    for node in nodes:
+        node.durable("no space left on device")
+    assert job.notices.count("could not write step-10") == 1
+    job.wait(6.0)
+    assert job.notices.count("could not write step-10") == 2
+    assert "and 46 more could not write step-10" in job.notices
+
+
 def test_a_node_that_cannot_write_is_replaced_by_who_has_its_part() -> None:
     job, nodes = started(3)
     nodes[0].step(12)

@@ -319,6 +319,20 @@ def test_old_losses_are_forgiven(restarted: bool) -> None:
     assert lose(job, a, LOSS_LIMIT) == HOLD_BASE_SECONDS
 
 
+def test_many_nodes_that_are_lost_again_together_are_one_line() -> None:
+    """A rack without power: a console keeps 40 lines, and others count, too."""
+    job = Driven(settings(max_nodes=60))
+    nodes = job.start(60)
+    nodes[0].step(1)
+    job.state.live.lost_at = {node.name: [job.now - 2, job.now - 1] for node in nodes[10:]}
+    for node in nodes[10:]:
+        job.silent.add(node.incarnation)
+    job.wait(job.settings.node_timeout + 3)
+    (told,) = [line for line in job.notices.splitlines() if "times in" in line]
+    assert "and 47 more were each lost 3 times in 600 s: spares for 30 s" in told
+    assert len(job.job.holds) == 50
+
+
 def test_what_is_remembered_of_losses_is_bounded() -> None:
     """Names that do not come back are forgotten, whichever master counted them."""
     job = Driven(settings(stall_timeout=0.0))
