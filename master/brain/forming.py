@@ -338,6 +338,8 @@ def gate_is_blocked(job: Job) -> bool:
 def missing(state: State) -> str:
     """Why no world opens, in a line for a person."""
     job = state.job
+    if over := why_over(job):
+        return over
     resume = resume_point(job)
     answered = [node for node in job.nodes.values() if node.joined is not None and node.joined.round == job.round]
     blind = [n.name for n in answered if resume is not None and n.joined and resume.digest not in n.joined.seen]
@@ -365,6 +367,15 @@ def missing(state: State) -> str:
     return text
 
 
+def why_over(job: Job) -> str:
+    """Why none opens any more, in a line for a person; empty where one may."""
+    if job.ending is not None:
+        return f"the job ends when what it has in memory only is on the disk: {job.ending.message}"
+    if job.stopping:
+        return f"the job stops by order: waiting for {names(sorted(job.nodes))} to go"
+    return ""
+
+
 def owed(job: Job) -> str:
     """What the next world waits for beside its nodes; empty where there is nothing."""
     held = job.conversion
@@ -374,7 +385,7 @@ def owed(job: Job) -> str:
 
 def missing_until(state: State) -> str:
     """The same, and for how long that is waited for."""
-    limit = state.job.settings.wait_for_nodes
+    limit = state.job.settings.wait_for_nodes if not why_over(state.job) else -1.0
     return missing(state) + (f"; the job ends after {limit:.0f} s of that (--wait-for-nodes)" if limit >= 0 else "")
 
 

@@ -10,7 +10,7 @@ from . import memory, replication
 from .checkpoints import resume_point
 from .chronicle import JobEvent, Kind, PausePart, goodput
 from .described import to_proto
-from .forming import missing
+from .forming import missing, why_over
 from .going_back import stands_at
 from .live import State
 from .milestones import milestones_proto
@@ -39,7 +39,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         run_id=job.run_id,
         phase=PHASES[job.phase],
         epoch=job.epoch,
-        reason=missing(state) if waiting else job.message,
+        reason=missing(state) if waiting else why_over(job) or job.message,
         step=step,
         loss=live.epoch.loss,
         settings=settings_proto(job.settings),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dalsegno.master.brain import shown
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS, LACKS_NODES_SECONDS
 from dalsegno.master.brain.ending import GIVEN_UP_AFTER_SECONDS
 from dalsegno.master.brain.events import StreamOpened
@@ -697,6 +698,8 @@ def test_an_order_to_stop_counts_for_a_job_that_is_over() -> None:
 def test_a_job_that_fails_and_is_stopped_while_it_still_writes_is_stopped() -> None:
     """What is in memory alone comes to the disk first, as with each end."""
     job, nodes, _ = failed()
+    reason = shown.status(job.state, job.now).reason
+    assert reason.startswith("the job ends when what it has in memory only is on the disk: host-0-0: exit 3")
     assert job.call(pb.StopRequest(job_id="job")).code == "OK"
     for node in (*nodes, nodes[0]):
         node.durable()

@@ -524,3 +524,16 @@ def test_what_fails_while_a_job_is_being_stopped_leaves_it_stopped() -> None:
     assert "goes on from step 1" in job.job.message
     again = job.node()
     assert (again.order, job.phase) == ("finish", Phase.STOPPED)
+
+
+def test_a_job_that_is_being_stopped_says_so_and_for_whom_it_waits() -> None:
+    """It said that it waits for nodes, or that enough are here."""
+    job, nodes = trained(2, wait_for_nodes=60)
+    stop(job)
+    waits = f"the job stops by order: waiting for {nodes[0].name}, {nodes[1].name} to go"
+    assert shown.status(job.state, job.now).reason == waits
+    saved(job, nodes, 3)
+    nodes[0].hang_up()
+    job.wait(2)
+    assert shown.status(job.state, job.now).reason == f"the job stops by order: waiting for {nodes[1].name} to go"
+    assert "--wait-for-nodes" not in nodes[1].directive.wait.reason
