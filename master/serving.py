@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import sys
 
@@ -69,9 +70,15 @@ def say_end(error: StoreError) -> None:
 
 def print_line(said: dict[str, object]) -> None:
     """The line that says where it serves."""
-    # The process that started an embedded master may be gone already.
-    with contextlib.suppress(BrokenPipeError):
+    try:
         print(json.dumps(said), flush=True)
+    except OSError as error:
+        # What is left of the line must not fail once more at the end of this process.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # The process that started an embedded master may be gone already.
+        if not isinstance(error, BrokenPipeError):
+            log.warning("standard output cannot be written, the master serves all the same: %s", error)
 
 
 def tls_files(options: argparse.Namespace) -> TlsFiles | None:
