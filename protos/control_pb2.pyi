@@ -2573,6 +2573,7 @@ class OrderReply(google.protobuf.message.Message):
     NUMBER_FIELD_NUMBER: builtins.int
     BEFORE_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    EVENT_FIELD_NUMBER: builtins.int
     generation: builtins.int
     text: builtins.str
     """What follows, in one line for a person."""
@@ -2583,6 +2584,10 @@ class OrderReply(google.protobuf.message.Message):
     before: builtins.str
     incarnation: builtins.str
     """DrainNode: of the node that goes. Another one under its name was started behind it."""
+    event: builtins.int
+    """Stop: number of the last event before it. An event "stopped" behind this one says that it is carried out, even where
+    somebody has started the job again since. 0: there was none, or the job had ended before.
+    """
     def __init__(
         self,
         *,
@@ -2592,8 +2597,9 @@ class OrderReply(google.protobuf.message.Message):
         number: builtins.int = ...,
         before: builtins.str = ...,
         incarnation: builtins.str = ...,
+        event: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["before", b"before", "generation", b"generation", "incarnation", b"incarnation", "number", b"number", "step", b"step", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["before", b"before", "event", b"event", "generation", b"generation", "incarnation", b"incarnation", "number", b"number", "step", b"step", "text", b"text"]) -> None: ...
 
 global___OrderReply = OrderReply
 

@@ -54,7 +54,7 @@ def stop(options: argparse.Namespace) -> int:
     def stopped(status: pb.StatusReply, _: pb.OrderReply) -> str:
         return status.reason if status.phase == pb.PHASE_STOPPED else ""
 
-    return _order(options, "Stop", pb.StopRequest(protocol=CONTROL_PROTOCOL), stopped)
+    return _order(options, "Stop", pb.StopRequest(protocol=CONTROL_PROTOCOL), stopped, event_kind="stopped")
 
 
 def start(options: argparse.Namespace) -> int:
@@ -85,10 +85,20 @@ def _saved(status: pb.StatusReply, order: pb.OrderReply) -> pb.Checkpoint | None
     return newest if known or newest.step > order.step else None
 
 
-def _order(options: argparse.Namespace, method: str, request: Any, done: Done, *, master_stays: bool = False) -> int:
+def _order(
+    options: argparse.Namespace,
+    method: str,
+    request: Any,
+    done: Done,
+    *,
+    master_stays: bool = False,
+    event_kind: str = "",
+) -> int:
     """Gives an order, and waits until it is carried out unless the person does not want that.
 
     `master_stays`: an order that ends neither master nor job: if they have ended, it was not carried out.
+
+    `event_kind`: an event of this kind behind the order's says so, too, whatever the job does since.
     """
     asked = AskedMaster(options)
     try:
@@ -102,11 +112,17 @@ def _order(options: argparse.Namespace, method: str, request: Any, done: Done, *
         if options.json:
             print(json.dumps(plain(reply)))
         return EXIT_FINISHED
-    return _wait(options, asked, reply, done, master_stays=master_stays)
+    return _wait(options, asked, reply, done, master_stays=master_stays, event_kind=event_kind)
 
 
 def _wait(
-    options: argparse.Namespace, asked: AskedMaster, order: pb.OrderReply, done: Done, *, master_stays: bool
+    options: argparse.Namespace,
+    asked: AskedMaster,
+    order: pb.OrderReply,
+    done: Done,
+    *,
+    master_stays: bool,
+    event_kind: str,
 ) -> int:
     """Waits until an order is carried out. Returns the exit code."""
     began, away, run = time.monotonic(), 0.0, ""
@@ -115,6 +131,7 @@ def _wait(
         try:
             status, away = asked.call("GetStatus", pb.StatusRequest(protocol=CONTROL_PROTOCOL)), 0.0
             became, ended, why, run = done(status, order), status.phase in _ENDED, status.reason, status.run_id
+            became = became or _happened(asked, order, event_kind)
         except NoAnswer as said:
             away = away or time.monotonic()
             # An embedded master ends with its job; where it has died alone, agents start another one.
@@ -130,6 +147,15 @@ def _wait(
             _tell(options, order, why if ended else late, seconds, done=False)
             return EXIT_FAILED
         time.sleep(LOOK_SECONDS)  # why: the status has no event to wait for
+
+
+def _happened(asked: AskedMaster, order: pb.OrderReply, kind: str) -> str:
+    """The event of this kind behind the order's, for a person; empty: there is none, or it is not asked for."""
+    if not kind or not order.event:
+        return ""
+    request = pb.EventsRequest(protocol=CONTROL_PROTOCOL, after=order.event)
+    found = asked.call("GetEvents", request).events
+    return next((event.text for event in found if event.kind == kind and event.sequence > order.event), "")
 
 
 def _on_record(asked: AskedMaster, run: str) -> str:

@@ -87,20 +87,24 @@ def stop(turn: Turn, message: control_pb2.StopRequest) -> Reply:
     job = turn.job
     if job.phase is Phase.SUCCEEDED:
         return refusal(f"the job has ended ({job.message}): there is nothing to stop")
-    if job.phase is Phase.STOPPED or job.stopping:
-        return done(turn, job.message or "the job is being stopped already")
+    if job.phase is Phase.STOPPED:
+        return done(turn, job.message)
+    before = job.sequence
+    if job.stopping:
+        return done(turn, "the job is being stopped already", event=before)
     if job.phase is Phase.FAILED:
         # Its supervisors may start agents again and again.
         end_stopped(turn)
-        return done(turn, job.message)
+        return done(turn, job.message, event=before)
     job.stopping = True
     turn.notice("the job stops by order", kind=Kind.ORDERED)
     for node in list(job.nodes.values()):
         if not node.leaving:
             order_to_go(turn, node)
     if not len(job.nodes):
-        return done(turn, f"no node is here: the run goes on from {where(job)}{goes_on(job)}")
-    return done(turn, f"{of_nodes(len(job.nodes))} save at the next step boundary and go{goes_on(job)}")
+        return done(turn, f"no node is here: the run goes on from {where(job)}{goes_on(job)}", event=before)
+    text = f"{of_nodes(len(job.nodes))} save at the next step boundary and go{goes_on(job)}"
+    return done(turn, text, event=before)
 
 
 def look_at_stop(turn: Turn) -> bool:

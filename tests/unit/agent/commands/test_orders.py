@@ -198,6 +198,17 @@ def test_where_no_master_comes_the_record_tells(
     assert said.err == ("" if became else "dalsegno: how it stands on the disk\n")
 
 
+def test_a_stop_was_carried_out_although_somebody_has_started_the_job_since(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`dalsegno start` in a loop may come between two looks: the job is never seen as stopped."""
+    asked = Asked([GOING, pb.EventsReply(events=RUNNING[:2]), GOING, pb.EventsReply(events=RUNNING)])
+    monkeypatch.setattr(orders, "AskedMaster", lambda options: asked)
+    asked.answers = chain([pb.OrderReply(text="told", event=2)], asked.answers)
+    assert orders.stop(OPTIONS) == 0
+    assert "text of stopped, after" in capsys.readouterr().out
+
+
 def test_a_save_is_not_carried_out_by_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert give(monkeypatch, orders.checkpoint, Asked([GOING, None], STOPPED)) == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dalsegno.master.brain import shown
+from dalsegno.master.brain.chronicle import Kind
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.limits import MOST
@@ -537,3 +538,18 @@ def test_a_job_that_is_being_stopped_says_so_and_for_whom_it_waits() -> None:
     job.wait(2)
     assert shown.status(job.state, job.now).reason == f"the job stops by order: waiting for {nodes[1].name} to go"
     assert "--wait-for-nodes" not in nodes[1].directive.wait.reason
+
+
+def test_the_answer_to_a_stop_tells_behind_which_event_it_is_carried_out() -> None:
+    """Somebody may start the job again before whoever has stopped it looks."""
+    job, nodes = trained(1)
+    for _ in range(2):
+        reply = job.call(pb.StopRequest(job_id="job")).message
+        assert isinstance(reply, pb.OrderReply)
+        assert not [event for event in job.job.events if event.kind is Kind.STOPPED]
+    saved(job, nodes, 3)
+    nodes[0].hang_up()
+    job.wait(3)
+    start(job)
+    (stopped,) = [event for event in job.job.events if event.kind is Kind.STOPPED]
+    assert 0 < reply.event < stopped.sequence
