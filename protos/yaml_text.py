@@ -12,6 +12,8 @@ __all__ = ("InputRefused", "documents", "printed")
 # The most values of a document, with each alias counted as what it stands for: nobody types so many, and a few aliases
 # of aliases make a thousand million of them.
 MOST_VALUES = 100_000
+# A number that PyYAML by itself takes for text, and YAML 1.2, kubectl and people do not.
+WITHOUT_POINT = r"[-+]?[0-9]+[eE][-+]?[0-9]+"
 
 
 class InputRefused(ValueError):
@@ -85,6 +87,7 @@ def _loader() -> Any:
         ("bool", r"true|false|True|False", "tfTF"),
         ("int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
         ("float", r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+        ("float", WITHOUT_POINT, "-+0123456789"),
         ("null", r"~|null|", ["~", "n", ""]),
     ):
         loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"(?:{pattern})$"), list(first))
@@ -130,7 +133,8 @@ def _dumper() -> Any:
     dumper: Any = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
 
     def text(dumper: Any, value: str) -> Any:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+        style = "|" if "\n" in value else "'" if re.fullmatch(WITHOUT_POINT, value) else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     dumper.add_representer(str, text)
     return dumper

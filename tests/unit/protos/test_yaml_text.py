@@ -21,6 +21,11 @@ from dalsegno.protos.yaml_text import InputRefused, documents, printed
         ("4", 4),
         ("-4", -4),
         ("0.5", 0.5),
+        ("1e-3", 0.001),
+        ("-2E+3", -2000.0),
+        ("1.5e3", 1500.0),
+        ("1e", "1e"),
+        ("e5", "e5"),
         ("true", True),
         ("~", None),
         ("'4'", "4"),
@@ -62,3 +67,9 @@ def test_without_pyyaml_one_line_says_what_is_missing(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(InputRefused, match=r"files in YAML need PyYAML: pip install PyYAML"):
         documents("a: 1", "job.yaml")
+
+
+@pytest.mark.parametrize("value", ["1e3", "-2E+3", "1e-3", 0.001, 1e30, "1e", "010"])
+def test_what_is_printed_is_read_as_what_it_was(value: object) -> None:
+    """A text that looks like a number stays text, for kubectl, too."""
+    assert documents(printed([{"a": value}]), "job.yaml") == [{"a": value}]
