@@ -11,6 +11,7 @@ first part of a file's name says which clock it is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -79,7 +80,8 @@ def mark(name: str, **facts: str | int) -> None:
             return
         file = _file(directory)
         while _kept:
-            file.write(*_kept.popleft())
+            with contextlib.suppress(IndexError):  # another thread has taken the last one
+                file.write(*_kept.popleft())
         file.write(at, name, facts)
 
 

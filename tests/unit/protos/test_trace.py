@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,19 @@ def test_threads_do_not_mix_their_lines(marks: Path) -> None:
         thread.join(30)
     found = [one.name for one in trace.read(marks)]
     assert {name: found.count(name) for name in set(found)} == {f"t{number}": 200 for number in range(4)}
+
+
+def test_two_threads_may_bring_what_was_kept(marks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them sees the last mark, and one takes it: the other goes on."""
+
+    class Taken(deque[object]):
+        def popleft(self) -> object:
+            self.clear()
+            raise IndexError
+
+    monkeypatch.setattr(trace, "_kept", Taken([(1.0, "first", {})]))
+    trace.mark("second")
+    assert [one.name for one in trace.read(marks)] == ["second"]
 
 
 def test_a_forked_process_has_a_file_of_its_own(marks: Path) -> None:
