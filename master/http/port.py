@@ -27,7 +27,8 @@ LONGEST_HEAD_BYTES = 16 << 10
 # Seconds in which answers that are on their way end.
 CLOSE_SECONDS = 2.0
 # Host names under which a loopback edge answers, so that a foreign name that was pointed here is refused.
-LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
+# An older Starlette sees only the first bracket of an IPv6 address, with which no name begins.
+LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]", "["]
 
 
 def say_failure(error: BaseException) -> None:
@@ -101,13 +102,13 @@ class Port:
         self._socket.close()
 
 
-def application(title: str, loopback: bool, schema: str) -> FastAPI:
-    """An empty application with what guards every port of ours; `schema`: path of its OpenAPI schema."""
+def application(title: str, loopback: bool, schema: str, address: str) -> FastAPI:
+    """An empty application with what guards every port of ours, at this `address`; `schema`: path of its schema."""
     # The browsable pages of the schema would load scripts from elsewhere.
     app = FastAPI(title="Dal Segno", summary=title, version="1", docs_url=None, redoc_url=None, openapi_url=schema)
     app.add_middleware(Bounded)
     if loopback:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_NAMES)
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK_NAMES, address.rpartition(":")[0]])
     return app
 
 

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.addresses import address_of
 from dalsegno.protos.commander_api import (
     ACQUIRE_PATH,
     EXPIRE,
@@ -142,7 +143,7 @@ class RelayEdge:
         self._lessors = {run_id: Lessor(run) for run_id, run in runs.items()}
         self._looks = {run_id: Looking(run.master) for run_id, run in runs.items()}
         self._guard = Guard(token, admin)
-        app = application("The Commander of relayed runs", loopback, "/api/openapi.json")
+        app = application("The Commander of relayed runs", loopback, "/api/openapi.json", address_of(host, port))
         app.add_exception_handler(RequestValidationError, _wrong)
         app.add_exception_handler(LeaseRefused, _refused)
         self._add_routes(app)

@@ -50,7 +50,7 @@ class Site:
         self._looking, self._guard = Looking(master), Guard(token)
         self._api = Api(master, self._guard, self._looking)
         self._stands_by = stands_by
-        self._port = Port(self._application(loopback), listener, tls, failed)
+        self._port = Port(self._application(loopback, listener.address), listener, tls, failed)
         self.address = listener.address
 
     def start(self) -> None:
@@ -61,8 +61,9 @@ class Site:
         """Ends within a bounded time: open connections are cut."""
         await self._port.close()
 
-    def _application(self, loopback: bool) -> FastAPI:
-        app = application("Control and events of one elastic training job", loopback, "/api/v1/openapi.json")
+    def _application(self, loopback: bool, address: str) -> FastAPI:
+        title = "Control and events of one elastic training job"
+        app = application(title, loopback, "/api/v1/openapi.json", address)
         app.add_exception_handler(RequestValidationError, _wrong)
         app.add_api_route("/", _page, include_in_schema=False)
         app.add_api_route("/healthz", self._health, summary="200 while the process works")

@@ -74,9 +74,9 @@ def event(sequence: int, **about: object) -> JobEvent:
 
 
 @contextlib.asynccontextmanager
-async def serving(answer: Reply | Small, token: str | None = None) -> AsyncIterator[Site]:
+async def serving(answer: Reply | Small, token: str | None = None, host: str = "127.0.0.1") -> AsyncIterator[Site]:
     master = answer if isinstance(answer, Small) else Small(answer)
-    edge = Site(master, Listener.open("127.0.0.1", 0), token, loopback=True)
+    edge = Site(master, Listener.open(host, 0), token, loopback=True)
     edge.start()
     try:
         yield edge
@@ -147,6 +147,19 @@ def test_a_foreign_name_for_this_machine_is_refused() -> None:
         async with serving(Reply("OK", "", status())) as edge:
             assert (await get(edge, "/api/v1/job", Host="evil.example"))[0] == 400
             assert (await get(edge, "/api/v1/job", Host="localhost:1"))[0] == 200
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_each_loopback_address_is_its_own_name(host: str) -> None:
+    """Whatever --host says; and an IPv6 one in its brackets."""
+
+    async def scene() -> None:
+        async with serving(Reply("OK", "", status()), host=host) as edge:
+            for name in (edge.address, "[::1]:8080"):
+                assert (await get(edge, "/healthz", Host=name))[0] == 200
+            assert (await get(edge, "/healthz", Host="127.0.0.3"))[0] == 400
 
     asyncio.run(scene())
 
