@@ -2105,6 +2105,7 @@ class NodeStatus(google.protobuf.message.Message):
     host: builtins.str
     nproc: builtins.int
     reason: builtins.str
+    """No master has ever set it."""
     incarnation: builtins.str
     silent_seconds: builtins.float
     """Seconds since it was last heard, without those in which the master itself stood still."""

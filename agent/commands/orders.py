@@ -11,6 +11,7 @@ from typing import Any
 
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.contract import CONTROL_PROTOCOL
+from dalsegno.protos.phases import ENDED_PHASES
 from dalsegno.protos.plain_json import plain
 from dalsegno.protos.text import one_line
 
@@ -24,7 +25,6 @@ LOOK_SECONDS = 0.3
 EVENTS_SECONDS = 20.0
 # Seconds in which agents start another master where theirs has died.
 AWAY_SECONDS = 15.0
-_ENDED = (pb.PHASE_SUCCEEDED, pb.PHASE_FAILED, pb.PHASE_STOPPED)
 # What has become of an order, for a person, by the job's status and the answer to the order; empty: not yet.
 Done = Callable[[pb.StatusReply, pb.OrderReply], str]
 
@@ -81,7 +81,7 @@ def _saved(status: pb.StatusReply, order: pb.OrderReply) -> pb.Checkpoint | None
         return None
     # A run that went back has fulfilled the order at a lower step. Of an order without a number, one in whose place
     # another one stands, and one of a job that has ended meanwhile, which drops it, only the step is known.
-    known = order.number and not status.save_order and status.phase not in _ENDED
+    known = order.number and not status.save_order and status.phase not in ENDED_PHASES
     return newest if known or newest.step > order.step else None
 
 
@@ -130,7 +130,7 @@ def _wait(
         became, ended, why = "", False, ""
         try:
             status, away = asked.call("GetStatus", pb.StatusRequest(protocol=CONTROL_PROTOCOL)), 0.0
-            became, ended, why, run = done(status, order), status.phase in _ENDED, status.reason, status.run_id
+            became, ended, why, run = done(status, order), status.phase in ENDED_PHASES, status.reason, status.run_id
             became = became or _happened(asked, order, event_kind)
         except NoAnswer as said:
             away = away or time.monotonic()

@@ -98,8 +98,7 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
         lines.append(f"  the master cannot record anything now: {reply.store_trouble}; changes wait, training goes on")
     for node in reply.nodes:
         rank = f" {node.group_rank}" if node.role == "member" else ""
-        why = f": {node.reason}" if node.reason else ""
-        lines.append(f"  {node.role}{rank}  {node.node} on {node.host}, {counted(node.nproc, 'worker')}{why}")
+        lines.append(f"  {node.role}{rank}  {node.node} on {node.host}, {counted(node.nproc, 'worker')}")
     if reply.head.ref.name:
         where = ", in memory and not yet on the disk" if reply.head.in_memory else ""
         lines.append(f"  newest commit: {reply.head.ref.name}, {reply.head.bytes / 1e6:.1f} MB{where}")

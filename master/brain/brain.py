@@ -20,7 +20,7 @@ from dalsegno.protos.processes import Process
 from dalsegno.protos.text import one_line
 
 from . import beside, calls, durable, forming, liveness, membership, orders, remarks, running, unfetched, waits
-from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
+from .events import Called, Event, Reply, StreamClosed, StreamOpened, Tick
 from .invariants import check
 from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
 from .presences import Presence, Presences
@@ -179,10 +179,7 @@ def apply(turn: Turn, event: Event) -> Reply | None:
         # Hearing an agent may have set the clock going again.
         turn.heard = live.clock.at(turn.now)
         return reply
-    if isinstance(event, HeldUp):
-        held_up(turn.state, event.seconds, turn.now)
-        turn.heard = live.clock.at(turn.now)
-    elif isinstance(event, StreamOpened):
+    if isinstance(event, StreamOpened):
         node = job.node_by(event.incarnation)
         if node is not None:
             live.nodes.open(node.name)

@@ -34,7 +34,6 @@ from .events import Reply
 from .recollection import hear_epoch, remember
 from .registration import proves, register, sees
 from .scaling import scale
-from .shown import status
 from .state import Failure, Job, Joined, MemberState, Node, Phase
 from .turn import Turn, pace_of, world_of
 
@@ -45,8 +44,6 @@ OK: Answer = ("OK", "")
 
 def answer(turn: Turn, message: Message) -> Reply:
     """Answers one call, from the check of the caller to the reply."""
-    if isinstance(message, control_pb2.StatusRequest):
-        return Reply(message=status(turn.state, turn.now))
     if isinstance(message, control_pb2.RegisterRequest):
         return register(turn, message)
     order = ORDERS.get(type(message))

@@ -35,14 +35,7 @@ class Tick:
     """The time that `State.wake` names has come."""
 
 
-@dataclass(frozen=True)
-class HeldUp:
-    """The master's own loop stood still for some seconds until now: meanwhile nobody's silence proved anything."""
-
-    seconds: float
-
-
-Event = Called | StreamOpened | StreamClosed | Tick | HeldUp
+Event = Called | StreamOpened | StreamClosed | Tick
 
 
 @dataclass(frozen=True)

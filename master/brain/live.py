@@ -38,8 +38,8 @@ __all__ = (
 )
 
 
-# How many names of deleted checkpoints are remembered.
-PRUNED_KEPT = 64
+# How many names of deleted checkpoints a process remembers, of the last ones that are on the record.
+PRUNED_NAMES_KEPT = 64
 
 
 @dataclass
@@ -372,7 +372,7 @@ class RunLife:
     # The first and the last of consecutive epochs that lost members before their first step.
     stillborn: tuple[int, int] = (0, -1)
     # Names of the last checkpoints whose files were deleted.
-    pruned: deque[str] = field(default_factory=lambda: deque(maxlen=PRUNED_KEPT))
+    pruned: deque[str] = field(default_factory=lambda: deque(maxlen=PRUNED_NAMES_KEPT))
     # When so many workers failed last, see `shapes`.
     shape_failed_at: dict[int, float] = field(default_factory=dict)
 

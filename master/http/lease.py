@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.commander_api import RunState
 from dalsegno.protos.contract import CONTROL_PROTOCOL, JobSettings
+from dalsegno.protos.phases import ENDED_PHASES
 from dalsegno.protos.run_file import RunFile
 from dalsegno.protos.text import one_line
 
@@ -327,7 +328,7 @@ class Lessor:
 
     def _ended(self, status: pb.StatusReply) -> Answer | None:
         """The answer to a worker whose run has ended; None: it has not."""
-        if status.phase not in (pb.PHASE_SUCCEEDED, pb.PHASE_FAILED, pb.PHASE_STOPPED):
+        if status.phase not in ENDED_PHASES:
             return None
         state = leases.state_of(status).value
         return say(409, f"{self._file.run_id} has ended: {status.reason}", status=RELEASED, state=state)

@@ -16,6 +16,7 @@ from typing import Any
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.commander_api import RunState
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings
+from dalsegno.protos.phases import ENDED_PHASES
 from dalsegno.protos.run_file import RunFile
 
 __all__ = (
@@ -101,7 +102,7 @@ def holder_of(status: pb.StatusReply) -> pb.NodeStatus | None:
         # It may have been told to go. Foreign workers go by a word of theirs, and a spare never does.
         leaving = [node for node in status.nodes if node.role == "leaving"]
         members = [node for node in leaving if status.phase in _TRAINING or node.incarnation.startswith(PREFIX)]
-    ended = status.phase in (pb.PHASE_SUCCEEDED, pb.PHASE_FAILED, pb.PHASE_STOPPED)
+    ended = status.phase in ENDED_PHASES
     return members[0] if members and not ended else None
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.phases import ENDED_PHASES
 
 from .server import ControlServer
 
@@ -22,7 +23,6 @@ GONE_LOOKS = 6
 LOOK_INTERVAL_SECONDS = 0.5
 # Seconds after the job's end, or a signal, with no agent connected any more.
 LAST_WORD_SECONDS = 2.0
-_ENDED = (control_pb2.PHASE_SUCCEEDED, control_pb2.PHASE_FAILED, control_pb2.PHASE_STOPPED)
 
 
 class _StoreLooks(threading.Thread):
@@ -97,7 +97,7 @@ class Lifetime:
         if alone > self._idle_timeout_seconds:
             log.info("no agent for %.0f s: ending", alone)
             return True
-        if not isinstance(reply.message, control_pb2.StatusReply) or reply.message.phase not in _ENDED:
+        if not isinstance(reply.message, control_pb2.StatusReply) or reply.message.phase not in ENDED_PHASES:
             self._ended_at = None
             return False
         if self._ended_at is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dalsegno.master.brain import brain, liveness, replication
 from dalsegno.master.brain.door import admit
-from dalsegno.master.brain.events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
+from dalsegno.master.brain.events import Called, Event, Reply, StreamClosed, StreamOpened, Tick
 from dalsegno.master.brain.live import State
 from dalsegno.master.brain.state import Job, Phase
 from dalsegno.master.brain.turn import Turn
@@ -147,7 +147,9 @@ class SimMaster:
         self.sim.trace("master", "continues after {:.1f} s", held)
         self._sending = (self.sim.clock.now, None)
         if held > HELD_UP_AFTER_SECONDS:
-            self._decide(HeldUp(held), None)
+            if self.state is not None:
+                brain.held_up(self.state, held, self.now)
+            self._decide(Tick(), None)
         backlog, self._backlog = self._backlog, []
         for work in backlog:
             if self.up:

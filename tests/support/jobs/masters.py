@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from dalsegno.master.brain import brain
-from dalsegno.master.brain.events import Called, HeldUp, Reply, StreamClosed, StreamOpened, Tick
+from dalsegno.master.brain.events import Called, Reply, StreamClosed, StreamOpened, Tick
 from dalsegno.master.brain.live import State
 from dalsegno.master.brain.state import Job, Phase, Settings
 from dalsegno.master.record.codec import JobCodec
@@ -444,7 +444,8 @@ class Driven:
     def held_up(self, seconds: float) -> None:
         """The master's own loop stands still."""
         self.now += seconds
-        self.event(HeldUp(seconds))
+        brain.held_up(self.state, seconds, self.now)
+        self.event(Tick())
 
     def scale(self, nodes: int) -> Reply:
         """A person asks for so many nodes."""

@@ -35,7 +35,7 @@ def told(step: int = 240) -> pb.StatusReply:
     reply.goodput = 0.973
     reply.nodes.add(node="a", role="member", group_rank=0, host="host-a", nproc=8)
     reply.nodes.add(node=LONG, role="member", group_rank=1, host=LONG, nproc=8)
-    reply.nodes.add(node="<img src=x>", role="spare", host="host-c", nproc=8, reason="the world has 2 nodes " * 5)
+    reply.nodes.add(node="<img src=x>", role="spare", host="host-c", nproc=8)
     first = reply.history.add(epoch=1, nodes=1, world_size=8, cause="a joined", first_step=1, last_step=100)
     first.paused = 0.0
     for number, (cause, nodes, began, lost) in enumerate(
