@@ -370,6 +370,8 @@ def _set_up_logging(log_file: Path | None, job_id: str) -> None:
     handler.setFormatter(_Formatter(f"%(asctime)sZ %(levelname)s [{job_id}/master] %(message)s"))
     root = logging.getLogger("dalsegno")
     root.handlers[:] = [handler]
+    # What libraries warn of, which else goes to stderr at once: whoever logs would wait for who reads that.
+    logging.lastResort = handler
     root.setLevel(logging.WARNING if log_file is None else logging.INFO)
 
 

@@ -17,6 +17,8 @@ from dalsegno.master.server.watchdog import Watchdog
 cli._set_up_logging(None, "job")
 for number in range(int(sys.argv[1])):
     logging.getLogger("dalsegno.master.brain").warning("vm-%d was lost", number)
+if sys.argv[2] == "hangs":
+    logging.getLogger("asyncio").error("a library's line")
 print("logged", flush=True)
 if sys.argv[2] == "hangs":
     Watchdog(1.0, None)._end(300)
@@ -67,3 +69,4 @@ def test_a_process_that_hangs_shows_all_stacks() -> None:
     assert hung.returncode == MASTER_HUNG
     assert "event loop has stood still for 300 s" in hung.stderr
     assert "in _end" in hung.stderr
+    assert "[job/master] a library's line" in hung.stderr
