@@ -10,7 +10,6 @@ import os
 import re
 import select
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -38,7 +37,7 @@ from .server.garbage import collect_rarely
 from .server.job_brain import JobBrain
 from .server.lifetime import Lifetime
 from .server.server import BindError, ControlServer, ServerOptions
-from .server.standard_error import StderrHandler
+from .server.standard_error import StderrHandler, say_last
 from .server.watchdog import HANG_TIMEOUT_SECONDS, Watchdog
 from .serving import STOP, print_line, run, say_end, stopping, tls_files
 
@@ -79,12 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         return asyncio.run(_serve(options))
     except (UsageError, AuthError, BindError, StoreError) as error:
-        print(f"dlrover-master: {error}", file=sys.stderr)
+        say_last(f"dlrover-master: {error}")
         return EXIT_USAGE
     except (OSError, RuntimeError, MemoryError) as error:
         if not (why := shortage(error)):
             raise
-        print(f"dlrover-master: it cannot go on: {why}", file=sys.stderr)
+        say_last(f"dlrover-master: it cannot go on: {why}")
         return EXIT_FAILED
 
 

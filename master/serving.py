@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import signal
-import sys
 
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, MASTER_SUPERSEDED
 from dalsegno.protos.options import UsageError
@@ -18,7 +17,7 @@ from .record.store import StoreError, Superseded
 from .server.auth import TlsFiles
 from .server.lifetime import Lifetime
 from .server.server import ControlServer
-from .server.standard_error import StderrHandler
+from .server.standard_error import StderrHandler, say_last
 
 __all__ = ("STOP", "print_line", "run", "say_end", "stopping", "tls_files")
 
@@ -59,13 +58,9 @@ async def run(server: ControlServer, lifetime: Lifetime | None) -> int:
 
 def say_end(error: StoreError) -> None:
     """Says why this master ends: one line on stderr, and one in its log where that is elsewhere."""
-    handlers = logging.getLogger("dalsegno").handlers
-    stderr = next((handler for handler in handlers if isinstance(handler, StderrHandler)), None)
-    if stderr is not None:
-        stderr.say(f"dlrover-master: {error}")
-        return
-    log.error("%s", error)
-    print(f"dlrover-master: {error}", file=sys.stderr)
+    if not any(isinstance(handler, StderrHandler) for handler in logging.getLogger("dalsegno").handlers):
+        log.error("%s", error)
+    say_last(f"dlrover-master: {error}")
 
 
 def print_line(said: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ import sys
 
 from dalsegno.protos.outlet import Outlet
 
-__all__ = ("StderrHandler",)
+__all__ = ("StderrHandler", "say_last")
 
 # The longest that an ending process waits for its last lines to be read.
 FLUSH_SECONDS = 1.0
@@ -37,3 +37,13 @@ class StderrHandler(logging.Handler):
     def flush(self) -> None:
         """Waits until all of it is written, for a short while. The interpreter's end calls it, too."""
         self._outlet.flush(FLUSH_SECONDS)
+
+
+def say_last(text: str) -> None:
+    """Says on stderr why this process ends, behind all that was logged there."""
+    handlers = logging.getLogger("dalsegno").handlers
+    log = next((handler for handler in handlers if isinstance(handler, StderrHandler)), None)
+    if log is not None:
+        log.say(text)
+    else:
+        print(text, file=sys.stderr)
