@@ -364,36 +364,17 @@ def note_late(turn: Turn, late: list[control_pb2.Checkpoint]) -> None:
     head, known = resume_point(job), {record.digest for record in job.late}
     # Deletion goes by name, and the run may have recorded another manifest under a name by now.
     spared = bests(job.checkpoints.usable) | {record.name for record in job.checkpoints}
+    gone: list[str] = []
     for message in late:
         if message.ref.digest in known or message.ref.name in spared:
             continue
         if head is not None and message.epoch < head.epoch and len(job.late) < LATE_KEPT:
             job.late = (*job.late, from_proto(message))
-            turn.notice(f"{message.ref.name} is no part of the run, which went on in epoch {head.epoch}: it is deleted")
-
-
-def last_number(name: str) -> int:
-    """The attempt in `step-<n>.e<epoch>.<attempt>`, or the lease in a later form's name; 0 for another name."""
-    last = name.rpartition(".")[2]
-    return int(last) if last.isdigit() else 0
-
-
-def lineage(found: list[control_pb2.Checkpoint]) -> list[control_pb2.Checkpoint]:
-    """The newest lineage among sealed checkpoints, oldest first, followed back from resume point to resume point."""
-    attempts: dict[tuple[int, int], control_pb2.Checkpoint] = {}
-    for message in sorted(found, key=lambda message: last_number(message.ref.name)):
-        if message.form == control_pb2.FORM_SHARDED:
-            attempts[message.epoch, message.step] = message
-    sharded = list(attempts.values())
-    by_digest = {message.ref.digest: message for message in sharded}
-    chain: list[control_pb2.Checkpoint] = []
-    last = max(sharded, key=lambda message: (message.epoch, message.step), default=None)
-    while last is not None:
-        of_epoch = [message for message in sharded if message.epoch == last.epoch and message.step <= last.step]
-        chain.extend(sorted(of_epoch, key=lambda message: -message.step))
-        source = by_digest.get(of_epoch[0].resumed_from.digest)
-        last = source if source is not None and source.epoch < last.epoch else None
-    return chain[::-1]
+            gone.append(message.ref.name)
+    if gone and head is not None:
+        one = len(gone) == 1
+        went_on = f"the run, which went on in epoch {head.epoch}: {'it is' if one else 'they are'} deleted"
+        turn.notice(f"{names(gone)} {'is' if one else 'are'} no part of {went_on}")
 
 
 def retire(job: Job, record: Checkpoint, damaged: bool) -> None:

@@ -14,6 +14,7 @@ from dalsegno.protos.contract import run_number
 
 from . import checkpoints, membership
 from .described import from_proto, to_proto
+from .lineage import last_number, lineage
 from .state import Node, Run, Settings
 from .turn import Turn
 
@@ -135,9 +136,9 @@ def merge(turn: Turn, found: list[control_pb2.Checkpoint]) -> None:
         # In order of the lineage, no matter who saw which part of it.
         for digest in records:
             job.checkpoints.drop(digest)
-        for entry in checkpoints.lineage(known + new):
+        for entry in lineage(known + new):
             job.checkpoints.put(records.get(entry.ref.digest) or from_proto(entry))
     for entry in found:
         if entry.form == control_pb2.FORM_UNIVERSAL:
             checkpoints.record_form(job, entry)
-            job.leases = max(job.leases, checkpoints.last_number(entry.ref.name))
+            job.leases = max(job.leases, last_number(entry.ref.name))

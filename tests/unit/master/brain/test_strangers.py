@@ -385,3 +385,23 @@ def test_all_that_a_newcomer_tells_counts_however_much_it_is() -> None:
     assert [record.step for record in job.job.checkpoints] == list(range(2, 102))
     assert not job.job.late
     assert job.notices.count("sealed but not yet recorded: they count") == 1
+
+
+def test_all_that_an_older_epoch_sealed_too_late_is_one_line() -> None:
+    """A node that comes back may have a hundred of them, and a console keeps 40 lines."""
+    job = Driven()
+    a, b = job.start(2)
+    a.step(1)
+    late = [job.seal(step, any_size=True) for step in range(2, 52)]
+    job.sealed.clear()
+    b.failed()
+    job.wait(1)
+    all_join([a, b])
+    job.wait(3)
+    a.save(60, any_size=True)
+    b.failed()
+    job.wait(1)
+    b.join(sees=[*job.sealed, *late])
+    assert len(job.job.late) == 50
+    (told,) = [line for line in job.notices.splitlines() if "no part of the run" in line]
+    assert "are no part of the run, which went on in epoch 2: they are deleted" in told
