@@ -338,8 +338,6 @@ def gate_is_blocked(job: Job) -> bool:
 def missing(state: State) -> str:
     """Why no world opens, in a line for a person."""
     job = state.job
-    if over := why_over(job):
-        return over
     resume = resume_point(job)
     answered = [node for node in job.nodes.values() if node.joined is not None and node.joined.round == job.round]
     blind = [n.name for n in answered if resume is not None and n.joined and resume.digest not in n.joined.seen]
@@ -384,8 +382,10 @@ def owed(job: Job) -> str:
 
 
 def missing_until(state: State) -> str:
-    """The same, and for how long that is waited for."""
-    limit = state.job.settings.wait_for_nodes if not why_over(state.job) else -1.0
+    """What is waited for where no world is open, and for how long, in a line for a person."""
+    if over := why_over(state.job):
+        return over
+    limit = state.job.settings.wait_for_nodes
     return missing(state) + (f"; the job ends after {limit:.0f} s of that (--wait-for-nodes)" if limit >= 0 else "")
 
 

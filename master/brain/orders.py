@@ -17,7 +17,7 @@ from .chronicle import Kind
 from .events import Reply
 from .registration import take_up_again
 from .state import Job, Node, Phase, SaveOrder
-from .stopped import goes_on, stopped, where
+from .stopped import goes_on, how_stopped, where
 from .turn import Turn, names, of_nodes
 
 __all__ = ("drain_node", "fence", "look_at_stop", "save_now", "start", "stop")
@@ -151,7 +151,7 @@ def end_stopped(turn: Turn) -> None:
     job = turn.job
     while (record := in_memory_alone(job)) is not None:
         memory.give_up(turn, record, "the nodes that held it are gone")
-    running.end(turn, Phase.STOPPED, stopped(job))
+    running.end(turn, Phase.STOPPED, how_stopped(job))
 
 
 def start(turn: Turn, message: control_pb2.StartRequest) -> Reply:

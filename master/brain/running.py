@@ -17,7 +17,7 @@ from .live import DrainLife, Pause
 from .membership import may_call_session, newcomers
 from .scaling import is_too_large, wants_to_shrink
 from .state import Drain, Failure, MemberState, NextWorld, Phase
-from .stopped import stopped
+from .stopped import how_stopped
 from .turn import Turn, names, of_nodes, world_of
 
 # What the end of the job is called, by its last phase.
@@ -414,7 +414,7 @@ def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
         return
     if phase is Phase.FAILED and job.stopping:
         # It stays as somebody wants it: of a failed one the agents that a supervisor starts again would go on.
-        phase, message, notice = Phase.STOPPED, stopped(job, message), True
+        phase, message, notice = Phase.STOPPED, how_stopped(job, message), True
     job.ending, job.message = None, message
     # A stop may have come too late; then it is over as well, and must not keep out who comes next.
     job.stopping = False

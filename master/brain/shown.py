@@ -39,7 +39,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         run_id=job.run_id,
         phase=PHASES[job.phase],
         epoch=job.epoch,
-        reason=missing(state) if waiting else why_over(job) or job.message,
+        reason=why_over(job) or (missing(state) if waiting else job.message),
         step=step,
         loss=live.epoch.loss,
         settings=settings_proto(job.settings),

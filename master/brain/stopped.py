@@ -5,7 +5,7 @@ from __future__ import annotations
 from .checkpoints import resume_point
 from .state import Job
 
-__all__ = ("goes_on", "stopped", "where")
+__all__ = ("goes_on", "how_stopped", "where")
 
 
 def where(job: Job) -> str:
@@ -19,7 +19,7 @@ def goes_on(job: Job) -> str:
     return "; the same command goes on with it" if job.embedded else "; dalsegno start lets agents go on with it"
 
 
-def stopped(job: Job, failure: str = "") -> str:
+def how_stopped(job: Job, failure: str = "") -> str:
     """How a stopped job has ended. `failure`: for what it would have ended in any case."""
     beside = f" (it failed meanwhile: {failure})" if failure else ""
     return f"the job was stopped by order{beside}: {job.run_id} goes on from {where(job)}{goes_on(job)}"

@@ -91,6 +91,7 @@ NO_WARNINGS = {
     "{} left",
     "{} {} gone ({})",
     "the script does not know {}; it is started again and finds the files in its environment",
+    "the job was stopped by order{}: {} goes on from {}{}",
     "{} was stopped: {} takes it up again from {}",
 }
 
