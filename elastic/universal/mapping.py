@@ -126,7 +126,7 @@ def check_places(described: bytes) -> None:
     high = b"[\\0-\\x%02x]\\0" % bound if bound < 256 else b".[\\0-\\x%02x]" % min(bound >> 8, 255)
     plain = re.compile(_PLAIN % high, re.DOTALL)
     at = 0
-    while at < len(described) and described[at] != pickle.STOP[0]:
+    while at < len(described) and described[at] != _STOP:
         size = _SIZES.get(described[at])
         if size is not None:
             at += 1 + size + int.from_bytes(described[at + 1 : at + 1 + size], "little")
@@ -137,6 +137,8 @@ def check_places(described: bytes) -> None:
         at = found.end()
 
 
+# The opcode behind which nothing is read.
+_STOP = ord(".")
 # Opcodes with nothing behind them, and with so many bytes; and one with two lines of text.
 _PLAIN = (
     rb"(?:[(012NQRabde}l\]ost)u\x81\x85-\x89\x8f-\x94\x97\x98]+|[Khq\x80\x82].|[M\x83]..|[Jj\x84]....|[G\x95].{8}"
