@@ -905,7 +905,7 @@ def test_who_stands_by_names_who_leads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_that_goes_while_a_master_begins_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Also behind its first word: that is no wrong command line, which a supervisor would not start again."""
 
@@ -921,4 +921,6 @@ def test_a_store_that_goes_while_a_master_begins_is_waited_for(
     monkeypatch.setattr(cli, "STORE_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(cli, "_open", lambda options: (Away(), ""))
     assert cli.main(["--job-id=job", "--store=etcd://127.0.0.1:1"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "dlrover-master: so it was read again"
+    for handler in logging.getLogger("dalsegno").handlers:
+        handler.flush()
+    assert capfd.readouterr().err.splitlines()[-1] == "dlrover-master: so it was read again"
