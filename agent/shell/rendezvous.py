@@ -34,6 +34,7 @@ from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
 from ..storage.job_directory import JobDirectory, StorageError
+from ..workers.own_address import NoAddressError
 from ..workers.worker_env import WorldPlace, place_of
 from .config import AgentConfig
 from .console import RunConsole, make_log_dir, set_up_logging
@@ -143,7 +144,7 @@ class Rendezvous(RendezvousHandler):
                 )
         except OSError as error:
             self._lifeline.close()
-            if isinstance(error, CannotStartError):
+            if isinstance(error, (CannotStartError, NoAddressError)):
                 raise ValueError(str(error)) from error
             why = error.strerror or error
             raise ValueError(f"{config.addresses} cannot be reached: {why}; check --rdzv-endpoint") from error

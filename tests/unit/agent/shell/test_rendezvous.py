@@ -55,6 +55,14 @@ def test_a_master_that_has_no_address_is_told_in_one_line(tmp_path: Path, monkey
         create(RendezvousParameters("dalsegno", "node0:1", "job", 1, 2, **places))
 
 
+@pytest.mark.usefixtures("kept_environment")
+def test_an_address_of_its_own_that_means_nothing_is_named(tmp_path: Path) -> None:
+    """Not the master's, which may be well."""
+    places = {"checkpoint_dir": str(tmp_path / "ck"), "log_dir": str(tmp_path / "logs"), "local_addr": "mine.invalid"}
+    with pytest.raises(SystemExit, match="^torchrun: error: --local-addr=mine.invalid has no address: "):
+        create(RendezvousParameters("dalsegno", "127.0.0.1:1", "job", 1, 2, **places))
+
+
 @pytest.mark.slow
 def test_what_cannot_be_decided_ends_the_node(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
