@@ -107,8 +107,7 @@ class ElasticAgent(LocalElasticAgent):
         super().__init__(spec, logs_specs, log_line_prefix_template=prefix)
         self._config = config
         self._script = script
-        self._mailbox = mailbox
-        self._effects = effects
+        self._mailbox, self._effects = mailbox, effects
         self._lifeline = lifeline
         self._watch, self._teller = watch, Teller(config.tell_fd)
         self._ending: ev.Exit | None = None
@@ -117,9 +116,8 @@ class ElasticAgent(LocalElasticAgent):
         self._use_flag = config.script_flag
         self._starts, self._hub = 0, HubKnowledge(script, effects.say, directory=effects.storage.directory.private)
         self._advised, self._prepared_for = set[str](), 0  # the epoch whose successors the standby workers are
-        self._link = WorkerLink(self._worker_said)
+        self._link, self._watchdogs = WorkerLink(self._worker_said), TorchWatchdogs()
         self._link.leave_to(lifeline)
-        self._watchdogs = TorchWatchdogs()
         self._adoption = Adoption(
             script.arguments,
             mailbox.put,

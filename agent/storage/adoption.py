@@ -123,7 +123,7 @@ class Adopter:
         self._listed: tuple[str, ...] | None = None
         self._strays_told = False
         # Something is new, or has changed: the next look decides.
-        self._undecided, self._told = False, ""
+        self._undecided, self._vanished, self._told = False, False, ""
         # The file system has allowed all of the last look.
         self._calm = True
         # Seconds that the last look took, without copying.
@@ -212,20 +212,20 @@ class Adopter:
             if asked > before:
                 self._since = None  # who waits now has not waited before
                 patience.renew()
-            met = self._met
-            calm = self._look()
+            met, calm = self._met, self._look()
             with self._news:
                 self._at_rest = self._at_rest or (met and not self._coming)
                 self._news.notify_all()
             # What they saved last may not be listed yet.
             listed = time.monotonic() > self._asked_at + 2 * self._volume.lag
-            if not (calm and (patience.lasts(self._undecided) or not listed)):
+            undecided = patience.lasts(self._vanished) or (self._undecided and not self._vanished)
+            if not (calm and (undecided or not listed)):
                 with self._news:
                     self._answered = asked
                     self._news.notify_all()
             # Not every second, because each try may first fill the disk.
-            pause = max(LOOK_EVERY_SECONDS, SHARE * self._took) if calm else 2 * pause
-            pause = min(pause, LONGEST_PAUSE_SECONDS if self._request is None else _LOOK_WHEN_ASKED_SECONDS)
+            longest = LONGEST_PAUSE_SECONDS if self._request is None else _LOOK_WHEN_ASKED_SECONDS
+            pause = min(longest, max(LOOK_EVERY_SECONDS, SHARE * self._took) if calm else 2 * pause)
             if self._met > met:
                 pause = 0.0
 
@@ -242,7 +242,7 @@ class Adopter:
         Returns:
             Whether the file system allowed it.
         """
-        self._undecided, self._calm, self._coming = False, True, False
+        self._undecided, self._vanished, self._calm, self._coming = False, False, True, False
         began = time.monotonic()
         try:
             self._volume.check()
@@ -257,7 +257,7 @@ class Adopter:
             return self._consider(units, found) and self._calm
         except (FileNotFoundError, Changed):
             # The script deletes old ones during the look, or writes one again; or it has deleted all, for good.
-            self._undecided = self._coming = os.path.lexists(self._root)
+            self._undecided = self._vanished = self._coming = os.path.lexists(self._root)
         except OSError as error:
             self._complain(".", str(error))
             return False
@@ -284,7 +284,7 @@ class Adopter:
             try:
                 one = complete(self._root, unit, self._origin.world_size, self._ranks)
             except FileNotFoundError:
-                self._undecided = True
+                self._undecided = self._vanished = True
             except (CheckpointDamaged, ValueError) as error:
                 self._complain(unit.path, problem_of(error))
             except OSError as error:

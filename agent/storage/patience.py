@@ -1,4 +1,4 @@
-"""How long a look that decides nothing is taken again, for somebody who waits for it."""
+"""How long a look is taken again that found nothing where something was, for somebody who waits for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class LookPatience:
     """Not thread-safe. Both limits count: looks may come fast, and one may take minutes.
 
     Args:
-        looks: the most that may decide nothing, one after the other.
+        looks: the most that may find nothing, one after the other.
         every: seconds of one of them; for so many at least they may.
     """
 
@@ -24,9 +24,9 @@ class LookPatience:
         """Somebody begins to wait."""
         self._vain = 0
 
-    def lasts(self, undecided: bool) -> bool:
-        """Notes a look. Whether it has decided nothing, and the next one may."""
+    def lasts(self, vain: bool) -> bool:
+        """Notes a look. Whether it was in vain, and the next one may be."""
         now = time.monotonic()
-        self._since = self._since if undecided and self._vain else now
-        self._vain = self._vain + 1 if undecided else 0
-        return undecided and (self._vain <= self._looks or now - self._since <= self._seconds)
+        self._since = self._since if vain and self._vain else now
+        self._vain = self._vain + 1 if vain else 0
+        return vain and (self._vain <= self._looks or now - self._since <= self._seconds)

@@ -330,9 +330,6 @@ COMMANDS: dict[str, How] = {
     "python -m dalsegno.elastic.universal": Elsewhere(
         _INSIDE, "tests/integration/zero/test_conversion.py::test_killed_and_followed"
     ),
-    "python -m dalsegno.elastic.universal --source DIR --target DIR [--digest …] [--earlier DIR …]": Elsewhere(
-        _INSIDE, "tests/integration/zero/test_conversion.py::test_killed_and_followed"
-    ),
     "python -m dalsegno.elastic.universal --source DIR --target DIR [--earlier DIR ...]": Elsewhere(
         _INSIDE, "tests/integration/zero/test_conversion.py::test_killed_and_followed"
     ),
@@ -378,7 +375,9 @@ COMMANDS: dict[str, How] = {
     ),
     "python -m": Name(_INSIDE),
     "python -I -S": Name(_INSIDE),
-    "python -u -m dalsegno.agent.standby.nursery --channel FD …": Name(_INSIDE),
+    "python -u …/own_program.py dalsegno.agent.standby.nursery --channel FD …": Name(_INSIDE),
+    "python own_program.py MODULE …": Name(_INSIDE),
+    "python -m MODULE …": Name(_INSIDE),
     "python -u script.py …": Name(_INSIDE),
     "python -u -m module …": Name(_INSIDE),
     "python train.py": Elsewhere("the demo's undisturbed run", "demo"),

@@ -59,7 +59,7 @@ def test_a_master_that_has_no_address_is_told_in_one_line(tmp_path: Path, monkey
 def test_an_address_of_its_own_that_means_nothing_is_named(tmp_path: Path) -> None:
     """Not the master's, which may be well."""
     places = {"checkpoint_dir": str(tmp_path / "ck"), "log_dir": str(tmp_path / "logs"), "local_addr": "mine.invalid"}
-    with pytest.raises(SystemExit, match="^torchrun: error: --local-addr=mine.invalid has no address: "):
+    with pytest.raises(SystemExit, match=r"^torchrun: error: --local-addr=mine\.invalid has no address: "):
         create(RendezvousParameters("dalsegno", "127.0.0.1:1", "job", 1, 2, **places))
 
 

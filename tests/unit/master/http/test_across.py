@@ -24,7 +24,7 @@ from dalsegno.master.brain.chronicle import Kind, PausePart
 from dalsegno.master.brain.events import Reply
 from dalsegno.master.brain.shown import event_of, event_proto
 from dalsegno.master.http.across import Across
-from dalsegno.master.http.edge import Edge, _environment
+from dalsegno.master.http.edge import Edge
 from dalsegno.master.http.home import MOST_LINES, Home
 from dalsegno.master.http.wire import LARGEST_ANSWER_BYTES, LARGEST_ASK_BYTES, EdgeWire, WireError
 from dalsegno.master.server.auth import TlsFiles
@@ -341,10 +341,3 @@ def test_an_edge_that_never_stops_talking_holds_nobody_up(
 
     asyncio.run(scene())
     assert caplog.messages.count("x\\udc80") == MOST_LINES
-
-
-def test_a_relative_path_of_modules_is_the_same_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The edge runs in another directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", "src::/opt/lib")
-    assert _environment()["PYTHONPATH"] == f"{tmp_path}/src:/opt/lib"
