@@ -13,19 +13,23 @@ __all__ = ["RESERVE_BYTES", "available_bytes", "ended_for_memory", "field_of", "
 # What checkpoints in memory leave of the machine's or container's memory, for all that trains there.
 RESERVE_BYTES = 256 << 20
 
+# Bytes, where the kernel does not say how many there are: nothing is refused for that.
+_UNKNOWN = 1 << 62
+
 _MEMINFO, _VMSTAT = Path("/proc/meminfo"), Path("/proc/vmstat")
 # Where control groups of version 2 and 1 count processes that the kernel has ended for lack of memory.
 _EVENTS = ("memory.events", "memory.oom_control")
-# Of control groups of version 2 and 1: the limit, what is used, and how much of that is cache.
+# Of control groups of version 2 and 1: the limit, what is used, and the parts of that which can be taken away, as
+# `MemAvailable` counts them: files in the page cache, also those that were read twice, and caches of the kernel's.
 _LIMITS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
 
 
 def available_bytes() -> int:
     """What can still be had: of the machine, or of the container or job (its control groups) where that is less."""
-    found = [field_of(_MEMINFO, "MemAvailable:") or 0]
+    found = [_UNKNOWN if (there := field_of(_MEMINFO, "MemAvailable:")) is None else there]
     found += [left for group in own_cgroups("memory") if (left := _left_in(group)) is not None]
     return min(found)
 
@@ -86,11 +90,12 @@ def _allowed(counted: Path) -> str:
 
 
 def _left_in(group: Path) -> int | None:
-    """What a control group lets its processes have, its file cache included; None: it has no limit."""
-    for most, now, cache in _LIMITS:
+    """What a control group lets its processes have, its caches included; None: it has no limit."""
+    for most, now, caches in _LIMITS:
         limit, used = _number(group / most), _number(group / now)
         if limit is not None and used is not None:
-            return max(0, limit - used + (field_of(group / "memory.stat", cache, unit=1) or 0))
+            cached = sum(field_of(group / "memory.stat", f"{name} ", unit=1) or 0 for name in caches)
+            return max(0, limit - used + cached)
     return None
 
 

@@ -114,6 +114,8 @@ def copy_head(decision: Decision, directive: control_pb2.Directive) -> None:
     if wanted and decision.is_rank_zero() and not state.ended:
         decision.do(ev.WriteLatest(head))
         state.latest = head.ref.digest
+    elif wanted:
+        state.latest = ""  # who leads meanwhile writes others
 
 
 def ordered_run(decision: Decision, world: control_pb2.World) -> None:

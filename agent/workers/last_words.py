@@ -115,4 +115,7 @@ def error_message(path: str) -> str:
     if isinstance(message, dict):
         message = message.get("message", "")
     lines = str(message).strip().splitlines()
+    # As in `_words`: it may stand behind what is cut.
+    if lines and len(lines[0]) > _LONGEST_LINE and (peer := tells_of_a_peer(lines[0])):
+        return f"it lost a peer ({peer})"
     return one_line(lines[0], _LONGEST_LINE) if lines else ""

@@ -25,9 +25,13 @@ from ..checkpoint.parts import delete_parts, write_part
 from ..checkpoint.spares import clear_spares, spare_bytes
 from ..rank.identity import Identity
 from ..rank.remarks import remark
+from .saving_reports import bytes_below
+from .writing import AHEAD_BYTES
 
 # What a memory checkpoint takes besides its files: their names, the manifest.
 SPARE_BYTES = 1 << 20
+# So many bytes more than what is written over need no memory to be asked for.
+FEW_BYTES = 8 << 20
 
 
 class Disk:
@@ -136,8 +140,9 @@ class Memory(Disk):
             self.store.path(name).mkdir(exist_ok=True)
 
     def check_room(self) -> None:
-        # Of the first checkpoint of a process nobody knows how much it takes, until it is written.
-        if problem := lacks_memory(0, available_bytes()):
+        # Of the first checkpoint of a process nobody knows how much it takes, until it is written. All ranks of the
+        # node may be at it.
+        if problem := lacks_memory(AHEAD_BYTES * self.identity.local_world_size, available_bytes()):
             raise OSError(errno.ENOSPC, problem, str(self.store.run_dir))
 
     def _check_all(self) -> None:
@@ -145,7 +150,7 @@ class Memory(Disk):
         if problem:
             clear_spares(self.store.run_dir)
             problem = self._lacks_room()
-        if problem:
+        if problem := problem or self._lacks_memory():
             raise OSError(errno.ENOSPC, problem, str(self.store.run_dir))
 
     def _lacks_room(self) -> str:
@@ -153,10 +158,6 @@ class Memory(Disk):
         free, wanted = self._free(), self._bytes + SPARE_BYTES
         if free < wanted:
             return f"{free >> 20} MiB are free in memory, and a checkpoint takes {wanted >> 20} MiB on this node"
-        # What it writes over has its memory.
-        more = max(0, self._bytes - spare_bytes(self.store.run_dir))
-        if problem := lacks_memory(more, available_bytes()):
-            return f"a checkpoint takes {megabytes(more)} more on this node, and {problem}"
         budget = self.identity.memory_budget
         if budget is None or (used := self._used()) + self._bytes <= budget:
             return ""
@@ -164,6 +165,13 @@ class Memory(Disk):
             f"{megabytes(used)} of the {megabytes(budget)} of --memory-budget are in use, and a checkpoint takes"
             f" {megabytes(self._bytes)} on this node: a node holds two, and two of each node whose part it has"
         )
+
+    def _lacks_memory(self) -> str:
+        # What it writes over has its memory: to give that back would win nothing.
+        more = self._bytes - spare_bytes(self.store.run_dir)
+        if more <= FEW_BYTES or not (problem := lacks_memory(more, available_bytes())):
+            return ""
+        return f"a checkpoint takes {megabytes(more)} more on this node, and {problem}"
 
     def _used(self) -> int:
         """Bytes of all that the agents of this node hold, of whatever run."""
@@ -213,6 +221,8 @@ class Memory(Disk):
         trace.mark("sealed")
 
     def remove(self, name: str) -> Iterable[OSError]:
+        # The next one takes at least as much as this one had when it failed.
+        self._bytes = max(self._bytes, bytes_below(self.store.path(name)))
         try:
             delete_parts(self.store.path(name))
         except OSError as error:

@@ -43,11 +43,13 @@ class Summed:
     Nothing but `write_files` tells it, through whatever it is called by. Not durable yet.
 
     Args:
-        check_room: Raises OSError (ENOSPC) where new files must not take more. Asked before each, and while it grows.
+        check_room: Raises OSError (ENOSPC) where new files must not take more. Asked before each `AHEAD_BYTES` of them,
+            but for the first.
     """
 
     def __init__(self, check_room: Callable[[], None] = lambda: None) -> None:
-        self.check_room = check_room
+        self._check_room = check_room
+        self._grown = 0
         self._found: list[_Sum] = []
 
     def __enter__(self) -> Summed:
@@ -56,6 +58,13 @@ class Summed:
 
     def __exit__(self, *_: object) -> None:
         _summed.reset(self._before)
+
+    def grows(self, count: int) -> None:
+        """New files have so many bytes more."""
+        self._grown += count
+        if self._grown >= AHEAD_BYTES:
+            self._grown = 0
+            self._check_room()
 
     def add(self, one: _Sum) -> None:
         """A file is written."""
@@ -124,7 +133,6 @@ class SummedFile:
         if self._anew and _is_regular(self._path):
             os.unlink(self._path)
         how |= os.O_TRUNC if self._anew else os.O_EXCL
-        self._check_room()
         try:
             return os.open(self._path, how, self._mode)
         except OSError as error:
@@ -186,21 +194,12 @@ class SummedFile:
         except OSError as error:
             make_room_for(self._path, error)
             self._file.write(memoryview(data)[self._file.size - before :])
-
-    def _check_room(self) -> None:
-        if self._summed is None:
-            return
-        try:
-            self._summed.check_room()
-        except OSError as error:
-            make_room_for(self._path, error)
-            self._summed.check_room()
+        # What is written over has its memory.
+        if self._summed is not None and not self._is_spare:
+            self._summed.grows(len(data))
 
     def _begin_to_write(self) -> None:
         if self.size - self._told >= AHEAD_BYTES:
-            # What is written over has its memory.
-            if not self._is_spare:
-                self._check_room()
             begin_to_write(self._file.descriptor, self._told, self.size - self._told)
             self._told = self.size
 

@@ -21,6 +21,7 @@ from dalsegno.elastic import background
 from dalsegno.elastic.checkpoint import MANIFEST, SHARDED, CheckpointStore, Manifest, Position, verify
 from dalsegno.elastic.checkpoint import files as reading
 from dalsegno.elastic.checkpoint.parts import part_path, parts_directory, read_parts, write_part
+from dalsegno.elastic.checkpoint.spares import keep_spares
 from dalsegno.elastic.rank.identity import Identity, ResumeOrder, from_environment
 from dalsegno.elastic.saving import resuming, tiers
 from dalsegno.elastic.saving.content import Content
@@ -248,34 +249,70 @@ def test_no_room_on_one_node_fails_on_all_and_leaves_nothing(
     assert not any(agent.of("save_failed") for agent in job.agents), "it is no durable save that has failed"
 
 
+LARGE_BYTES = 80 << 20
+
+
+def save_large(saver: Saver, *, waits: bool, step: int) -> Manifest | None:
+    """A save of one rank to memory, of a file that takes some time to grow."""
+    files = {"model.pt": bytes([step]) * LARGE_BYTES}
+    if waits:
+        options: dict[str, Any] = {"create_directory": True, "drain": False, "in_memory": True}
+        return saver.save(content(step), lambda path: write_files(path, files), **options)
+    saver.begin(content(step), background(lambda: files), lambda: None, drain=False, in_memory=True)
+    ended = saver.settle()
+    return None if ended is None else Manifest.read(saver._tier(True).store.path(ended[1].name))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
 @pytest.mark.parametrize("first", [True, False], ids=["the first", "a later one"])
 def test_a_save_leaves_memory_to_the_training(
     tmp_path: Path, waits: bool, first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a file system in memory takes is the container's; with too little of it the kernel ends the training."""
-    job = Job(tmp_path, 1)
+    """What a file system in memory takes is the container's; with too little of it the kernel ends the training.
+
+    How much the first save takes, it finds while it writes; the next one then knows what that had at least.
+    """
+    job, looks = Job(tmp_path, 1), list[int]()
 
     def available() -> int:
-        # How much the first one takes, it only finds while it writes.
-        return RESERVE_BYTES + (10 if not first else -10 if list(job.memory(0).glob("step-2*")) else 1 << 40)
+        written = sum(file.stat().st_size for file in job.memory(0).rglob("*") if file.is_file())
+        looks.append(written)
+        return RESERVE_BYTES + (LARGE_BYTES if first else LARGE_BYTES + LARGE_BYTES // 2) - written
 
     def work(saver: Saver, group: Threads) -> Any:
-        results = [] if first else [save(saver, group, waits=waits, step=1)]
+        results = [] if first else [save_large(saver, waits=waits, step=1)]
         monkeypatch.setattr(tiers, "available_bytes", available)
-        if waits:
-            options: dict[str, Any] = {"create_directory": True, "drain": False, "in_memory": True}
-            results.append(saver.save(content(2), lambda path: write_files(path, files_of(0, 2)), **options))
-        else:
-            results.append(save(saver, group, waits=False, step=2))
+        results.append(save_large(saver, waits=waits, step=2))
         assert not list(job.memory(0).glob("step-2*"))
+        before = len(looks)
+        results.append(save_large(saver, waits=waits, step=3))
+        assert first or set(looks[before:]) <= {looks[0]}, "nothing more is written in vain"
         monkeypatch.undo()
-        return [*results, save(saver, group, waits=waits, step=3)]
+        return [*results, save_large(saver, waits=waits, step=4)]
 
     (results,) = job.run(work)
-    assert [one if one is None else one.step for one in results] == [*([] if first else [1]), None, 3]
+    assert [one if one is None else one.step for one in results] == [*([] if first else [1]), None, None, 4]
     assert "of memory can be had, beside 268 MB for the training" in caplog.text
-    assert ("a checkpoint takes" in caplog.text) is not first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+def test_what_a_save_writes_over_has_its_memory(tmp_path: Path, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that has been saving goes on, however little is left; and keeps what it writes over."""
+    job = Job(tmp_path, 1)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        results = [save_large(saver, waits=waits, step=1), save_large(saver, waits=waits, step=2)]
+        run_dir = job.memory(0)
+        (first,) = run_dir.glob("step-1.*")
+        keep_spares(run_dir, first, ["model.pt"])
+        shutil.rmtree(first)
+        monkeypatch.setattr(tiers, "available_bytes", lambda: 1 << 20)
+        return [*results, save_large(saver, waits=waits, step=3)]
+
+    (results,) = job.run(work)
+    assert [one if one is None else one.step for one in results] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("fits", [True, False])

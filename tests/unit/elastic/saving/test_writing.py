@@ -14,14 +14,14 @@ import torch
 
 from dalsegno.elastic.checkpoint import CheckpointStore, FileEntry, Manifest, Position, files, summing, verify
 from dalsegno.elastic.checkpoint.files import checksum
-from dalsegno.elastic.checkpoint.spares import LEAST_BYTES, keep_spares, spare_bytes
+from dalsegno.elastic.checkpoint.spares import LEAST_BYTES, keep_spares
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.saving import writing
 from dalsegno.elastic.saving.bundles import Bundle
 from dalsegno.elastic.saving.content import Content
 from dalsegno.elastic.saving.saving import Saver
-from dalsegno.elastic.saving.writing import Summed, SummedFile, write_files
+from dalsegno.elastic.saving.writing import AHEAD_BYTES, Summed, SummedFile, write_files
 from tests.support.workers.threads import Threads, together
 
 pytestmark = pytest.mark.timeout(30)
@@ -140,28 +140,28 @@ def test_only_the_checkpoint_that_is_being_written_is_known(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["a new file", "an older one"])
-def test_a_growing_file_asks_for_room(tmp_path: Path, over: bool) -> None:
-    """Before it begins, and every 32 MB; what writes over an older file has its room. Such files go first."""
+def test_growing_files_ask_for_room(tmp_path: Path, over: bool) -> None:
+    """Every 32 MB of them together; what writes over an older file has its room."""
     directory, size = tmp_path / "step-2.e1.1", 80 << 20
     old = tmp_path / "step-1.e1.1" / ("file" if over else "other")
     for path in (directory, old.parent):
         path.mkdir()
     old.write_bytes(bytes(LEAST_BYTES))
     keep_spares(tmp_path, old.parent, [old.name])
-    asked: list[bool] = []
+    asked: list[int] = []
 
     def check() -> None:
-        asked.append(spare_bytes(tmp_path) > 0)
-        if len(asked) > 1 and asked[-1]:
-            raise OSError(errno.ENOSPC, "no memory")
+        asked.append((directory / "file").stat().st_size)
 
     with Summed(check) as summed:
         write_files(directory, {"file": bytes(size)})
-    assert [entry.size for entry in summed.entries(directory)] == [size]
-    assert asked == ([] if over else [True, True, False, False])
+        write_files(directory, {f"small-{number}": bytes(1 << 20) for number in range(16)})
+    assert len(summed.entries(directory)) == 17
+    # The small ones are new in both cases, and 16 MB are asked for together with what the large one had beyond 64.
+    assert asked == ([] if over else [32 << 20, 64 << 20, 80 << 20])
 
     def refuse() -> None:
         raise OSError(errno.ENOSPC, "no memory")
 
     with Summed(refuse), pytest.raises(OSError, match="no memory"):
-        write_files(directory, {"another": b"1"})
+        write_files(directory, {"another": bytes(AHEAD_BYTES)})
