@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +41,7 @@ def test_a_part_that_does_not_fit_is_told_from_a_lack_of_memory(
     """Only the first would be the same at another start."""
     monkeypatch.setattr(beside, "_saved", lambda path: {PARTS: {"average": {"type": "Average", "state": {}}}})
     engine: Any = None
+    resume: Any = SimpleNamespace(path=Path("step-2"), unless_damaged=nullcontext)
     with pytest.raises(ValueError if is_refused else type(error)) as caught:
-        BesideEngine(engine, {"average": Average(error)}).load(Path("step-2"))
+        BesideEngine(engine, {"average": Average(error)}).load(resume)
     assert ("the average in step-2 does not fit this one" in str(caught.value)) == is_refused

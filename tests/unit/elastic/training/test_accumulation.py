@@ -205,7 +205,7 @@ class Alone:
     def meet(self, ahead: int) -> int:
         return ahead
 
-    def compare(self, alike: Any, *, problem: str = "") -> None: ...
+    def compare(self, alike: Any, *, problem: str = "", final: bool = True) -> None: ...
 
     def gather(self, message: Any) -> list[Any]:
         return [message]

@@ -163,7 +163,7 @@ class Alone:
         self.copies, self.meetings, self.reports = Copies(Solo()), Meetings(Solo(), None), Reports(None)
         self.step, self.finished, self._exchange = 0, False, Exchange(Solo(), interval=0.0)
 
-    def compare(self, alike: Any, *, problem: str = "") -> None: ...
+    def compare(self, alike: Any, *, problem: str = "", final: bool = True) -> None: ...
 
     def gather(self, message: Any) -> list[Any]:
         return [message]
