@@ -13,6 +13,8 @@ BEST = "best.json"
 FINISHED = "FINISHED.json"
 LOCK = ".lock"
 SEALED = ".sealed"
+# What a conversion has written so far; it may outlive the seal by a moment, or by a machine that ended there.
+JOURNAL = "JOURNAL.jsonl"
 
 SHARDED, UNIVERSAL, WEIGHTS = "sharded", "universal", "weights"
 FORMS = (SHARDED, UNIVERSAL, WEIGHTS)

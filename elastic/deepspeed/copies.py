@@ -97,16 +97,23 @@ def load_whole_model(engine: Any, directory: Path, *, strict: bool = False) -> N
 def check_names(model: nn.Module, saved: Collection[str], wanted: Collection[str], *, strict: bool = False) -> None:
     """Checks that weights are a model's, of which frozen ones may have been left out as they were saved.
 
+    Experts lie in files of their own, which DeepSpeed's loader alone knows.
+
     Args:
         wanted: Names in the model's ``state_dict()``.
-        strict: None may.
+        strict: No frozen one may.
 
     Raises:
         ValueError: They are not.
     """
-    parameters = () if strict else model.named_parameters(remove_duplicate=False)
-    frozen = {name for name, one in parameters if not one.requires_grad}
-    check_same_names(saved, [name for name in wanted if name in saved or name not in frozen])
+    parameters = model.named_parameters(remove_duplicate=False)
+    absent = {
+        name
+        for name, one in parameters
+        # DeepSpeed's mark of an expert.
+        if not getattr(one, "allreduce", True) or not (strict or one.requires_grad)
+    }
+    check_same_names(saved, [name for name in wanted if name in saved or name not in absent])
 
 
 __all__ = ("check_names", "copy_whole", "load_parameters", "load_whole_model")

@@ -20,9 +20,9 @@ from types import TracebackType
 
 from ..checkpoint import CheckpointDamaged, FileEntry, Manifest, verify_files
 from ..checkpoint.files import fsync_directory, place_file
+from ..checkpoint.layout import JOURNAL
 from ..checkpoint.reading import NotRegular, open_regular, read_regular
 
-JOURNAL = "JOURNAL.jsonl"
 VERSION = 1
 MAX_BYTES = 64 << 20
 

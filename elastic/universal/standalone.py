@@ -61,7 +61,9 @@ def convert_directory(
         entries = {entry.path: entry for entry in manifest.files} if manifest else _model_files(source, wish, watch)
         name = _made_from(source, manifest, wish)
         if _is_complete(target, name):
-            (target / JOURNAL).unlink(missing_ok=True)  # it was killed right behind its seal
+            # It was killed right behind its seal. A directory that may only be read is complete all the same.
+            with contextlib.suppress(OSError):
+                (target / JOURNAL).unlink(missing_ok=True)
             _name_latest(target, latest)
             return ()
         _refuse_occupied(source, target)

@@ -143,6 +143,21 @@ def _link(directory: Path) -> None:
     (directory / "a.bin").symlink_to(directory.parent / "elsewhere")
 
 
+def test_a_conversion_may_end_between_its_seal_and_its_journal(tmp_path: Path) -> None:
+    """What it has sealed is whole. In a checkpoint of ranks the same file is one too many."""
+    source = write(tmp_path, "step-4.e2.1")
+    later = tmp_path / "step-4.e2.1.universal.9"
+    later.mkdir()
+    (later / "a.bin").write_bytes(b"alpha")
+    manifest = manifest_for(later, source=source.ref)
+    seal(later, manifest)
+    for directory in (later, tmp_path / "step-4.e2.1"):
+        (directory / "JOURNAL.jsonl").write_bytes(b"{}\n")
+    verify(later, manifest)
+    with pytest.raises(CheckpointDamaged, match="EXTRA_FILE"):
+        verify(tmp_path / "step-4.e2.1", source)
+
+
 @pytest.mark.parametrize(
     ("harm", "reason", "file"),
     [

@@ -50,6 +50,17 @@ def test_frozen_ones_may_be_left_out(tmp_path: Path) -> None:
         load_whole_model(SimpleNamespace(module=model(2)), directory)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_experts_lie_elsewhere(tmp_path: Path, strict: bool) -> None:
+    """DeepSpeed keeps them in files of their own."""
+    weights = {name: value for name, value in model(1).state_dict().items() if name.startswith("1.")}
+    here = model(2)
+    for parameter in here[0].parameters():
+        parameter.allreduce = False  # type: ignore[attr-defined]
+    load_whole_model(SimpleNamespace(module=here), saved(tmp_path, weights), strict=strict)
+    assert [bool(value.eq(1).all()) for value in here.state_dict().values()] == [False, False, True, True]
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_load_that_leaves_frozen_ones_out_takes_no_other_model(stage: int) -> None:
     """A trainer that saves no frozen weights asks for that; torch would load what has the same name, or nothing."""
