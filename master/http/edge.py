@@ -151,10 +151,13 @@ class Edge:
         tasks: list[asyncio.Task[Any]] = []
         try:
             await asyncio.wait_for(wire.send(self._settings), CLOSE_SECONDS)
-            served, silent, _, _ = tasks = [
+            served, silent, ended, _ = tasks = [
                 asyncio.create_task(work) for work in (home.serve(), _silence(home), process.wait(), self._over.wait())
             ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                # What it said last is still to be read, to the end.
+                await asyncio.wait((served,), timeout=CLOSE_SECONDS)
             if silent.done():
                 return f"has said nothing for {SILENT_SECONDS} s"
             failure = served.exception() if served.done() else None
