@@ -1,6 +1,6 @@
 # Every target works from a bare checkout: what it needs is installed first, into .venv.
 # PYTHON names the interpreter (3.10 or newer, with venv); TORCH the PyTorch to install, and TORCH_INDEX_URL the index
-# that it alone comes from, as https://download.pytorch.org/whl/cpu. PIP_INDEX_URL would be asked for all the rest, too.
+# that it alone comes from, such as PyTorch's own of builds for the CPU. PIP_INDEX_URL would be asked for the rest, too.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
