@@ -108,8 +108,7 @@ class ElasticAgent(LocalElasticAgent):
         self._config = config
         self._script = script
         self._mailbox, self._effects = mailbox, effects
-        self._lifeline = lifeline
-        self._watch, self._teller = watch, Teller(config.tell_fd)
+        self._lifeline, self._watch, self._teller = lifeline, watch, Teller(config.tell_fd)
         self._ending: ev.Exit | None = None
         self._context: WorkersContext | None = None
         self._place: WorldPlace | None = None
@@ -268,6 +267,7 @@ class ElasticAgent(LocalElasticAgent):
             notices=self._watch.signals,
             early=early,
             first=first_path(self._script.source),
+            say=self._effects.say,
         )
 
     def _start_world(self, world: control_pb2.World) -> None:

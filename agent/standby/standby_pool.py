@@ -46,6 +46,7 @@ class StandbyPool:
         notices: signals that a nursery ignores, because they may be sent to all processes of the node.
         early: a nursery that was started before; it is used if it was started as this pool would have done it.
         first: the directory that the script has first on `sys.path`; "": none.
+        say: prints one line for people, perhaps a warning; called on any thread.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class StandbyPool:
         ahead_patience_seconds: float = AHEAD_PATIENCE_SECONDS,
         early: StartedNursery | None = None,
         first: str = "",
+        say: Callable[[str, bool], None] = lambda text, warning: None,
     ) -> None:
         self._lifeline = lifeline
         self._count = count
@@ -74,6 +76,7 @@ class StandbyPool:
         self._patience_seconds = patience_seconds
         self._early = early
         self._first = first
+        self.say = say
         self._stuck = 0
         self._lock = threading.RLock()
         self._nurseries: list[Nursery] = []
@@ -273,10 +276,11 @@ class StandbyPool:
                 return
             if report.get("own"):
                 # It serves earlier requests (with fresh interpreters), as others would.
-                logger.warning(
-                    "ranks start cold: the script has a module %s of its own, which only they may import",
-                    report["own"],
-                )
+                if self._stuck < _MOST_STUCK:
+                    name = report["own"]
+                    self.say(
+                        f"ranks start cold: the script has a module {name} of its own, which only they may import", True
+                    )
                 self._stuck = _MOST_STUCK
                 if nursery in self._nurseries:  # one that becomes its own worker has left the list already
                     self._nurseries.remove(nursery)
