@@ -14,16 +14,19 @@ from pathlib import Path
 
 __all__ = [
     "first_path",
+    "forget_hidden",
+    "hidden_of_pythons",
     "is_in",
     "is_in_interpreter",
-    "nearby",
     "own_places",
     "take_first_path",
     "tops_in",
 ]
 
-# The most folders of one directory that are looked into, and how many directories above a script's own.
-_MOST_FOLDERS, _MOST_ABOVE = 200, 3
+# What the interpreter has imported from its own directory before it searches another.
+_AT_START = frozenset(
+    {"encodings", "codecs", "io", "abc", "os", "stat", "site", "posixpath", "genericpath", "_collections_abc"}
+)
 # What this process has put first on `sys.path`.
 _first: list[str] = []
 
@@ -66,18 +69,11 @@ def take_first_path(path: str) -> None:
 
 
 def own_places(first: str) -> tuple[str, ...]:
-    """The directories with a user's own modules, as Python searches them: the first path, and those of PYTHONPATH.
+    """The directory with a user's own modules: the first path, unless packages are installed there.
 
-    Not those in which packages are installed.
+    Those of PYTHONPATH may have anybody's. Every process of Python searches them, so nobody need know.
     """
-    paths = os.environ.get("PYTHONPATH")
-    try:
-        # An empty one of several is the working directory.
-        named = [os.path.abspath(path) for path in paths.split(os.pathsep)] if paths else []
-    except OSError:  # it is gone
-        named = []
-    named = [path for path in named if not path.endswith("-packages")]
-    return tuple(path for path in (first, *named) if path and not _is_of_installed(path))
+    return (first,) if first and not _is_of_installed(first) else ()
 
 
 def _is_of_installed(path: str) -> bool:
@@ -106,26 +102,22 @@ def tops_in(places: tuple[str, ...], modules: Iterable[str]) -> set[str]:
 
 
 def is_in_interpreter(name: str) -> bool:
-    """Whether the interpreter has this top-level module in itself, and so asks no directory for it."""
-    return BuiltinImporter.find_spec(name) is not None or FrozenImporter.find_spec(name) is not None
+    """Whether the interpreter has this top-level module in itself, or from its start, and so asks no directory."""
+    return name in _AT_START or any(one.find_spec(name) is not None for one in (BuiltinImporter, FrozenImporter))
 
 
-def nearby(source: Path | str | None) -> tuple[str, ...]:
-    """Directories that a script is likely to mean where it changes `sys.path`: around it, and the working one."""
-    try:
-        here = Path.cwd()
-        bases = [here] if isinstance(source, str) or source is None else [Path(os.path.realpath(source)).parent, here]
-    except OSError:
-        return ()
-    found = [one for base in bases for one in (base, *list(base.parents)[:_MOST_ABOVE])]
-    found += [one for base in bases for above in (base, base.parent) for one in _folders(above)]
-    return tuple(dict.fromkeys(path for path in map(str, found) if not _is_of_installed(path)))
+def hidden_of_pythons(first: str) -> list[str]:
+    """Those of Python's own modules that this process has imported, and for which a script has others: it gets these.
+
+    Args:
+        first: the directory that the script has first on `sys.path`; "": none.
+    """
+    loaded = sorted(sys.stdlib_module_names & set(sys.modules)) if first else []
+    return [name for name in loaded if not is_in_interpreter(name) and is_in(name, (first,))]
 
 
-def _folders(directory: Path) -> list[Path]:
-    try:
-        with os.scandir(directory) as entries:
-            names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-    except OSError:
-        return []
-    return [directory / name for name in sorted(names)[:_MOST_FOLDERS]]
+def forget_hidden(first: str) -> None:
+    """Forgets these modules, for the script to import its own, as in a fresh interpreter. Who has them keeps them."""
+    hidden = hidden_of_pythons(first)
+    for name in [name for name in sys.modules if name.partition(".")[0] in hidden]:
+        del sys.modules[name]

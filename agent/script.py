@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .own_modules import first_path, nearby, own_places, tops_in
+from .own_modules import first_path, own_places, tops_in
 
 __all__ = [
     "ALWAYS",
@@ -113,8 +113,6 @@ _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
 _FROM = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]{,4096}\)|[^\n#]*)", re.MULTILINE)
 # With these a script imports what its text does not name.
 _RUN_OTHERS = frozenset({"__import__", "eval", "exec", "importlib", "pkgutil", "runpy", "site"})
-# With these a script changes where Python finds modules.
-_CHANGED_PATH = re.compile(r"\bsys\.path\b|\baddsitedir\b|\bfrom sys import\b")
 # Most files of one's own that are read for what a script imports.
 _MOST_FILES = 100
 # Characters of a script that are read to guess what it imports.
@@ -322,7 +320,7 @@ def _look(path: Path) -> tuple[int, ...]:
 def _with_own_modules(script: Path, roots: tuple[Path, ...], libraries: frozenset[str]) -> tuple[Path, ...]:
     seen, left, read = {script}, [script], list[Path]()
     while left and len(read) < _MOST_FILES:
-        one = left.pop()
+        one = left.pop(0)
         read.append(one)
         names = [name for name in _modules_in(one) if name.partition(".")[0] not in libraries and name.strip(".")]
         near = {
@@ -432,7 +430,7 @@ def advice(error: str) -> str:
 def modules_of(script: Path | str | None) -> tuple[str, ...]:
     """The heavy modules to import for a script, as far as its text, and that of its own modules, names them.
 
-    Not those that Python would find beside the script, or in PYTHONPATH: they are the user's own.
+    Not those that Python would find beside the script: they are the user's own. Nor what only these would need.
 
     Args:
         script: Its file; or the name of a module. Of one that is not below the working directory only the name counts,
@@ -441,15 +439,17 @@ def modules_of(script: Path | str | None) -> tuple[str, ...]:
     if isinstance(script, Path) and _is_plain(script):
         return ()
     named = _named_by(script)
-    wanted = [module for module in _HEAVY if any(name == module or name.startswith(f"{module}.") for name in named)]
+    theirs = tops_in(own_places(first_path(script)), (*ALWAYS, *_HEAVY))
+    wanted = [
+        module
+        for module in _HEAVY
+        if module.partition(".")[0] not in theirs
+        and any(name == module or name.startswith(f"{module}.") for name in named)
+    ]
     later = [one for module in wanted for one in _LATER.get(module, ())]
     if "deepspeed" in wanted and "dalsegno.elastic" in wanted:
         later.append("dalsegno.elastic.deepspeed?")
     modules = (*ALWAYS, *wanted, *later)
-    places = own_places(first_path(script))
-    if any(_CHANGED_PATH.search(text_of(one)) for one in _own_files(script)):
-        places += nearby(script)
-    theirs = tops_in(places, modules)
     return tuple(name for name in modules if name.rstrip("?").partition(".")[0] not in theirs)
 
 

@@ -11,9 +11,12 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.own_program import command_of
+
+from ..own_modules import first_path, forget_hidden
 
 __all__ = ["arguments_for", "install", "wanted"]
 
@@ -45,6 +48,8 @@ def main() -> None:
     install()
     module = sys.argv[1:2] == ["-m"]
     sys.argv = sys.argv[2 if module else 1 :]
+    # The script may have modules named like those of Python's that were needed here.
+    forget_hidden(first_path(sys.argv[0] if module else Path(sys.argv[0])))
     run_to_end(sys.argv[0], module, os.getcwd())
 
 

@@ -12,7 +12,7 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, TracebackType
 
-from ..own_modules import is_in, is_in_interpreter, own_places
+from ..own_modules import hidden_of_pythons, is_in, is_in_interpreter, own_places
 
 __all__ = ["OnlyInstalled", "OwnModuleMet"]
 
@@ -45,9 +45,7 @@ class OnlyInstalled:
 
     def __init__(self, first: str) -> None:
         self._places = own_places(first)
-        self._beside = tuple(place for place in self._places if place == first)
-        loaded = sorted(sys.stdlib_module_names & set(sys.modules))
-        self.met = next((name for name in loaded if not is_in_interpreter(name) and is_in(name, self._beside)), "")
+        self.met = next((name for place in self._places for name in hidden_of_pythons(place)), "")
 
     def __enter__(self) -> OnlyInstalled:
         sys.meta_path.insert(0, self)
@@ -58,18 +56,9 @@ class OnlyInstalled:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Finds a user's own top-level module, which then does not run."""
-        if path is not None or is_in_interpreter(name) or not self._is_own(name):
+        if path is not None or is_in_interpreter(name) or not is_in(name, self._places):
             return None
         spec = PathFinder.find_spec(name, list(self._places))
         if spec is not None:
             spec.loader = _Refuses(self)
         return spec
-
-    def _is_own(self, name: str) -> bool:
-        """Whether it lies beside the script, or is in PYTHONPATH while another one is installed.
-
-        What only PYTHONPATH has may be a library all the same.
-        """
-        if is_in(name, self._beside):
-            return True
-        return is_in(name, self._places) and is_in(name, tuple(one for one in sys.path if one not in self._places))

@@ -14,6 +14,7 @@ import pytest
 from dalsegno.agent.own_modules import first_path
 from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.script import Script, modules_of
+from dalsegno.agent.standby import hooks
 from dalsegno.agent.standby.standby_pool import StandbyPool
 from dalsegno.agent.standby.worker_main import Assignment
 
@@ -44,6 +45,8 @@ class Runs:
         self.root, self.log = root / "project", root / "standby.log"
         self._monkeypatch = monkeypatch
         self._lifeline = Lifeline()
+        # What the pool says to people.
+        self.said = list[str]()
         self.installed = root / "lib" / "site-packages"
         self.write(INSTALLED, self.installed)
         self.root.mkdir()
@@ -73,7 +76,18 @@ class Runs:
         script = Script(sys.executable, ("-u", *words))
         warm = threading.Event()
         first = first_path(script.source)
-        pool = StandbyPool(self._lifeline, 1, modules_of(script.source), self.log, warm.set, fork=fork, first=first)
+        modules = modules_of(script.source)
+        self.said = list[str]()
+        pool = StandbyPool(
+            self._lifeline,
+            1,
+            modules,
+            self.log,
+            warm.set,
+            fork=fork,
+            first=first,
+            say=lambda text, warning: self.said.append(text),
+        )
         try:
             pool.fill(low_priority=False)
             assert early or warm.wait(30)
@@ -132,8 +146,8 @@ def test_a_linked_script_has_its_own_directory_first(runs: Runs) -> None:
     assert runs.plain("links/train.py") == runs.worker("links/train.py") == "own"
 
 
-def test_a_module_from_pythonpath_is_the_scripts_to_import(runs: Runs) -> None:
-    """It may ask for its rank, which a process that waits for one does not know."""
+def test_a_module_from_pythonpath_is_found_where_python_finds_it(runs: Runs) -> None:
+    """If it asks for its rank as it is imported, the worker imports it again."""
     runs.write({"scripts/train.py": MINE, "code/datasets/__init__.py": OWN})
     runs.paths(runs.root / "code")
     assert runs.plain("scripts/train.py") == runs.worker("scripts/train.py") == "own"
@@ -150,22 +164,14 @@ def test_an_empty_entry_of_pythonpath_is_the_working_directory(runs: Runs, monke
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_module_from_pythonpath_that_a_library_imports(runs: Runs, installed: bool) -> None:
-    """It is the script's where it takes an installed one's place, and else perhaps a library."""
+    """It may be a library, or take an installed one's place: as where Python alone runs the script."""
     name = "tqdm" if installed else "no_such_installed_module"
     text = f"import transformers.trainer\nimport sys, {name}\nprint({name}.WHOSE, {FORKED})\n"
     runs.write({"proj/train.py": text, f"code/{name}.py": OWN if installed else "WHOSE = 'own'\n"})
     runs.write({"transformers/trainer.py": f"import {name}"}, runs.installed)
     runs.paths(runs.root / "code")
     assert runs.plain("proj/train.py") == "own"
-    assert runs.worker("proj/train.py", standby=not installed) == "own"
-
-
-@pytest.mark.parametrize("where", ["..", "../src"])
-def test_a_script_may_add_to_its_path(runs: Runs, where: str) -> None:
-    """What lies around it is not imported ahead, in case it means that."""
-    add = f"import os, sys\nsys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), {where!r}))\n"
-    runs.write({"scripts/train.py": add + MINE, f"scripts/{where}/datasets/__init__.py": OWN})
-    assert runs.plain("scripts/train.py") == runs.worker("scripts/train.py") == "own"
+    assert runs.worker("proj/train.py") == "own"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not know it")
@@ -204,6 +210,41 @@ def test_a_module_named_like_one_of_pythons_is_the_users(runs: Runs, name: str, 
     runs.write({"proj/train.py": text, f"proj/{name}.py": OWN})
     assert runs.plain("proj/train.py") == "own"
     assert runs.worker("proj/train.py", standby=standby, fork=fork) == "own"
+    line = f"ranks start cold: the script has a module {name} of its own, which only they may import"
+    assert runs.said == [line] * (not standby)
+
+
+@pytest.mark.parametrize("words", [["../proj/train.py"], ["-m", "train"]])
+def test_a_worker_with_hooks_gets_the_modules_of_the_script(runs: Runs, words: list[str]) -> None:
+    """Also those that are named like Python's own, unless Python has them from its start."""
+    text = "import sys, random, queue, encodings\nprint(random.WHOSE, queue.WHOSE, hasattr(encodings, 'WHOSE'))\n"
+    runs.write({"proj/train.py": text, "proj/random.py": OWN, "proj/queue.py": OWN, "proj/encodings/__init__.py": OWN})
+    where = runs.root / ("proj" if words[0] == "-m" else "cwd")
+    where.mkdir(exist_ok=True)
+    os.chdir(where)
+    assert runs.plain(*words) == "own own"
+    assert runs.plain(*hooks.arguments_for(("-u", *words))) == "own own"
+
+
+def test_a_file_that_came_since_a_worker_waits_is_found(runs: Runs) -> None:
+    """Whatever the directory's time says: it may be as coarse as two seconds."""
+    text = """
+import os, pathlib
+from dalsegno.agent.own_modules import take_first_path
+
+take_first_path("proj")
+try:
+    import late
+except ImportError:
+    before = os.stat("proj").st_mtime_ns
+pathlib.Path("proj/late.py").write_text("WHOSE = 'own'")
+os.utime("proj", ns=(before, before))
+take_first_path("proj")
+import late
+print(late.WHOSE)
+"""
+    runs.write({"proj/train.py": ""})
+    assert runs.plain("-c", text) == "own"
 
 
 @pytest.mark.parametrize("files", [["html/page.txt"], ["time.py"], ["model.py"]])

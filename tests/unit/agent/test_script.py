@@ -14,6 +14,7 @@ from dalsegno.agent.script import (
     Script,
     ScriptError,
     advice,
+    asks_hub,
     check_script,
     expects_session,
     knows_us,
@@ -180,12 +181,10 @@ def test_libraries_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["proj/datasets/__init__.py"], "module", set()),
         (["proj/torch.py"], "script", {"torch"}),
         (["proj/deepspeed/__init__.py"], "script", {"deepspeed"}),
-        (["code/datasets/__init__.py"], "PYTHONPATH", {"datasets"}),
-        (["code/datasets/__init__.py", "code/other-1.dist-info/RECORD"], "PYTHONPATH", set()),
+        (["proj/transformers/__init__.py"], "script", {"transformers", "deepspeed"}),
+        (["proj/datasets/__init__.py", "proj/other-1.dist-info/RECORD"], "script", set()),
+        (["code/datasets/__init__.py"], "PYTHONPATH", set()),
         (["proj/datasets/__init__.py"], "PYTHONSAFEPATH", {"datasets"} if sys.version_info < (3, 11) else set()),
-        (["datasets/__init__.py"], "sys.path", {"datasets"}),
-        (["src/datasets/__init__.py"], "sys.path", {"datasets"}),
-        (["src/data/datasets/__init__.py"], "sys.path", set()),
         (["proj/dalsegno/elastic/__init__.py"], "script", set()),
     ],
 )
@@ -199,7 +198,7 @@ def test_what_is_the_users_own_is_not_imported_ahead(
     named = ("transformers", "datasets", "peft", "dalsegno.elastic")
     script = tmp_path / "proj" / "train.py"
     script.parent.mkdir(exist_ok=True)
-    script.write_text("".join(f"import {name}\n" for name in named) + "import sys\nsys.path\n" * (how == "sys.path"))
+    script.write_text("".join(f"import {name}\n" for name in named))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code") if how == "PYTHONPATH" else "")
     if how == "PYTHONSAFEPATH":
@@ -207,6 +206,49 @@ def test_what_is_the_users_own_is_not_imported_ahead(
     found = {name.rstrip("?").partition(".")[0] for name in modules_of("proj.train" if how == "module" else script)}
     everything = {"torch", "transformers", "datasets", "peft", "dalsegno", "deepspeed"}
     assert found == everything - left_out
+
+
+@pytest.mark.parametrize("name", ["transformers", "deepspeed"])
+def test_a_clone_of_a_library_in_pythonpath_is_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It is imported ahead, and its text tells nothing of the script."""
+    clone = tmp_path / "clone" / name
+    clone.mkdir(parents=True)
+    (clone / "__init__.py").write_text(
+        f"HF_ENDPOINT = ''\nfrom {name} import (" + "".join(f"m{n}, " for n in range(150)) + ")"
+    )
+    for number in range(150):
+        (clone / f"m{number}.py").write_text("")
+    script = tmp_path / "train.py"
+    script.write_text(f"import transformers, {name}\nimport {name}\nimport mine")
+    (tmp_path / "mine.py").write_text("from dalsegno.elastic import session")
+    monkeypatch.setenv("PYTHONPATH", str(clone.parent))
+    found = Script(sys.executable, ("-u", str(script)))
+    assert name in modules_of(script)
+    assert expects_session(found)
+    assert asks_hub(found)
+
+
+def test_nothing_is_imported_ahead_for_a_library_that_is_the_users(tmp_path: Path) -> None:
+    """What others have for it would import it: then all ranks would start cold."""
+    script = tmp_path / "train.py"
+    script.write_text("import deepspeed\nimport dalsegno.elastic")
+    assert "dalsegno.elastic.deepspeed?" in modules_of(script)
+    (tmp_path / "deepspeed.py").write_text("")
+    assert [name for name in modules_of(script) if "deepspeed" in name] == []
+    assert "dalsegno.elastic" in modules_of(script)
+
+
+def test_ones_own_files_are_read_before_what_lies_deep_in_others(tmp_path: Path) -> None:
+    """Else a large package that is named last would leave no room for them."""
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / "zoo" / "__init__.py").write_text("from zoo import (" + ", ".join(f"m{n}" for n in range(150)) + ")")
+    for number in range(150):
+        (tmp_path / "zoo" / f"m{number}.py").write_text("")
+    (tmp_path / "mine.py").write_text("from dalsegno.elastic import session")
+    (tmp_path / "train.py").write_text("import zoo\nimport mine")
+    assert expects_session(Script(sys.executable, ("-u", str(tmp_path / "train.py"))))
 
 
 def test_ones_own_package_is_read_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
