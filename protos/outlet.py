@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
 import threading
 import time
 from collections import deque
@@ -15,12 +17,15 @@ __all__ = ["Outlet"]
 # The most bytes that wait to be read, and that one write takes.
 _CAPACITY_BYTES = 1 << 20
 _PIECE_BYTES = 4096
+_UNREAD = "nobody read them"
 
 logger = logging.getLogger(__name__)
 
 
 class Outlet:
     """Writes to a descriptor on a thread of its own, in order. What finds no room is dropped and counted.
+
+    So is what a file system does not take: the next piece is tried again.
 
     Args:
         fd: the descriptor; it stays open. None: write nowhere.
@@ -31,11 +36,13 @@ class Outlet:
         self._fd = fd
         self._name = name
         self._changed = threading.Condition()
-        self._waiting: deque[bytes] = deque()
+        # With the number of lines that are missing where one is not written.
+        self._waiting: deque[tuple[bytes, int]] = deque()
         self._size_bytes = 0
         # Bytes written so far, which tell whether somebody reads.
         self._written = 0
         self._dropped = 0
+        self._why = _UNREAD
         # Nobody reads; only a caller that could wait has found that out.
         self._stalled = False
         self._gone = fd is None
@@ -58,7 +65,7 @@ class Outlet:
             if self._size_bytes and self._size_bytes + len(data) > _CAPACITY_BYTES:
                 self._dropped += data.count(b"\n") or 1
                 return False
-            self._waiting.append(data)
+            self._waiting.append((data, data.count(b"\n") or 1))
             self._size_bytes += len(data)
             self._changed.notify_all()
             return True
@@ -82,17 +89,36 @@ class Outlet:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
-                data = self._waiting.popleft()
+                data, lines = self._waiting.popleft()
             try:
                 self._write(data)
             except OSError as error:
-                logger.info("nobody sees what is written to the console any more: %s", error)
-                with self._changed:
-                    self._gone = True
-                    self._waiting.clear()
-                    self._changed.notify_all()
-                return
-            self._note_dropped()
+                if self._is_over(error):
+                    logger.info("nobody sees what is written to the console any more: %s", error)
+                    with self._changed:
+                        self._gone = True
+                        self._waiting.clear()
+                        self._changed.notify_all()
+                    return
+                self._drop(lines, error)
+            else:
+                self._note_dropped()
+
+    def _is_over(self, error: OSError) -> bool:
+        """Whether nothing can be shown any more: the reader or the terminal is gone. A disk has room again later."""
+        assert self._fd is not None
+        if error.errno != errno.EIO:
+            return error.errno in (errno.EPIPE, errno.EBADF)
+        # A terminal that has hung up answers isatty() with no.
+        return stat.S_ISCHR(os.fstat(self._fd).st_mode)
+
+    def _drop(self, lines: int, error: OSError) -> None:
+        """Counts what could not be written. Without a line in a log, which may be what is written here."""
+        with self._changed:
+            self._dropped += lines
+            self._why = error.strerror or str(error)
+            self._size_bytes = sum(len(data) for data, _ in self._waiting)
+            self._changed.notify_all()
 
     def _write(self, data: bytes) -> None:
         """Writes, blocking, in pieces that show whether anybody reads."""
@@ -117,6 +143,7 @@ class Outlet:
                 return
             dropped, self._dropped, self._stalled = self._dropped, 0, False
             if dropped:
-                line = f"{self._name}: warning: {dropped} lines are not shown here: nobody read them\n".encode()
-                self._waiting.append(line)
+                why, self._why = self._why, _UNREAD
+                line = f"{self._name}: warning: {dropped} lines are not shown here: {why}\n".encode()
+                self._waiting.append((line, dropped))
                 self._size_bytes += len(line)

@@ -30,9 +30,9 @@ class StderrHandler(logging.Handler):
             return
         self.say(text)
 
-    def say(self, text: str) -> None:
-        """Writes whole lines, behind all that was logged before."""
-        self._outlet.put(f"{text}\n".encode(errors="backslashreplace"))
+    def say(self, text: str, patience_seconds: float = 0.0) -> None:
+        """Writes whole lines, behind all that was logged before. `patience_seconds`: see `Outlet.put`."""
+        self._outlet.put(f"{text}\n".encode(errors="backslashreplace"), patience_seconds)
 
     def flush(self) -> None:
         """Waits until all of it is written, for a short while. The interpreter's end calls it, too."""
@@ -44,6 +44,6 @@ def say_last(text: str) -> None:
     handlers = logging.getLogger("dalsegno").handlers
     log = next((handler for handler in handlers if isinstance(handler, StderrHandler)), None)
     if log is not None:
-        log.say(text)
+        log.say(text, FLUSH_SECONDS)
     else:
         print(text, file=sys.stderr)
