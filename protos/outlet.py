@@ -72,8 +72,13 @@ class Outlet:
 
     def flush(self, timeout_seconds: float) -> bool:
         """Waits until everything is written, at most `timeout_seconds`. False: not within them."""
-        with self._changed:
+        # A thread that hangs may hold the lock.
+        if not self._changed.acquire(timeout=timeout_seconds):
+            return False
+        try:
             return self._changed.wait_for(lambda: self._gone or not self._size_bytes, timeout_seconds)
+        finally:
+            self._changed.release()
 
     def _room(self, size: int, patience_seconds: float) -> bool:
         """Waits for room as long as anything is read; the caller holds the lock."""

@@ -7,7 +7,7 @@ import sys
 
 from dalsegno.protos.outlet import Outlet
 
-__all__ = ("StderrHandler", "say_last")
+__all__ = ("StderrHandler", "own_handler", "say_last")
 
 # The longest that an ending process waits for its last lines to be read.
 FLUSH_SECONDS = 1.0
@@ -39,10 +39,15 @@ class StderrHandler(logging.Handler):
         self._outlet.flush(FLUSH_SECONDS)
 
 
+def own_handler() -> StderrHandler | None:
+    """The one that the master's log goes through; None where it goes into a file."""
+    handlers = logging.getLogger("dalsegno").handlers
+    return next((handler for handler in handlers if isinstance(handler, StderrHandler)), None)
+
+
 def say_last(text: str) -> None:
     """Says on stderr why this process ends, behind all that was logged there."""
-    handlers = logging.getLogger("dalsegno").handlers
-    log = next((handler for handler in handlers if isinstance(handler, StderrHandler)), None)
+    log = own_handler()
     if log is not None:
         log.say(text, FLUSH_SECONDS)
     else:

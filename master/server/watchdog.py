@@ -18,6 +18,8 @@ from pathlib import Path
 from dalsegno.protos.contract import MASTER_HUNG
 from dalsegno.protos.ready import writable
 
+from .standard_error import own_handler
+
 __all__ = ("HANG_TIMEOUT_SECONDS", "Watchdog")
 
 HANG_TIMEOUT_SECONDS = 300.0
@@ -37,6 +39,8 @@ class Watchdog:
         """Ends this process after `seconds` of its life without a turn of its loop; the stacks go into the log."""
         self._looks = max(2, round(seconds / LOOK_EVERY_SECONDS))
         self._log_file = log_file
+        # Not asked for at the end: `logging` has locks.
+        self._handler = own_handler()
         self._beats = 0
         self._over = threading.Event()
 
@@ -66,6 +70,8 @@ class Watchdog:
             last.daemon = True
             last.start()
         try:
+            if self._handler is not None:
+                self._handler.flush()  # what was logged before stands before
             log = sys.stderr.fileno() if self._log_file is None else os.open(self._log_file, os.O_WRONLY | os.O_APPEND)
             text = f"the master's event loop has stood still for {seconds:.0f} s: this process ends\n"
             _write(log, text.encode())
