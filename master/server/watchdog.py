@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import os
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -82,7 +83,9 @@ class Watchdog:
 
 def _stacks() -> bytes:
     """What all threads are doing. Not written where it may block: meanwhile no other thread could end this process."""
-    with open(os.memfd_create("stacks"), "r+b") as file:
+    # Not every Python was built with memfd_create.
+    has = hasattr(os, "memfd_create")
+    with open(os.memfd_create("stacks"), "r+b") if has else tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read()

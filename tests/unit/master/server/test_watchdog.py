@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from dalsegno.master.server import watchdog
 from dalsegno.master.server.watchdog import Watchdog
 
 
@@ -52,3 +55,9 @@ def test_only_looks_without_a_turn_count() -> None:
 def test_one_look_is_never_enough(seconds: float) -> None:
     """The loop may just be at work, however short the time that was asked for."""
     assert Watchdog(seconds, None)._looks >= 2
+
+
+def test_the_stacks_are_shown_by_a_python_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some are built without it."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    assert b"test_the_stacks_are_shown" in watchdog._stacks()
