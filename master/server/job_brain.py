@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,8 @@ from ..record.codec import JobCodec
 from ..record.store import Rows, StoreError
 
 __all__ = ("JobBrain",)
+
+log = logging.getLogger(__name__)
 
 
 class JobBrain:
@@ -51,6 +54,8 @@ class JobBrain:
         self._unix = unix
         self._settings = settings
         self._codec = JobCodec()
+        # Whether a look at the store found nothing against this master: then it takes the job over as it is.
+        self._stood_by = False
         # Rows that are encoded and not asked for yet.
         self._rows: Rows = {}
         self._common: Common | None = None
@@ -87,9 +92,10 @@ class JobBrain:
         return 0.0 if self._unix is None else self._unix() - now
 
     def check(self, rows: dict[str, bytes]) -> None:
-        """Raises StoreError if the stored job differs from the given one; nothing else happens."""
+        """Raises StoreError if the stored job differs from the given one. Otherwise `begin` does not, later on."""
         if rows:
             self._check_nnodes(JobCodec().decode(rows))
+        self._stood_by = True
 
     def changes(self, state: State) -> Rows:
         """What was decided is encoded already; what cannot be encoded is a fault, and comes with a later turn."""
@@ -156,6 +162,12 @@ class JobBrain:
         job.fixed_nnodes = self._nnodes is not None
         settings = job.settings
         if self._nnodes is None or self._nnodes == (settings.min_nodes, settings.max_nodes):
+            return
+        if job.settled and not job.phase.is_terminal and self._stood_by:
+            log.warning(
+                "the running job keeps its --nnodes %d:%d, not this master's %d:%d: give all masters the same",
+                *(settings.min_nodes, settings.max_nodes, *self._nnodes),
+            )
             return
         if job.settled and not job.phase.is_terminal:
             raise StoreError(

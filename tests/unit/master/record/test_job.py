@@ -106,6 +106,38 @@ def test_a_masters_nnodes_hold_nothing_but_themselves_and_only_while_it_says_the
     assert job.register("d", (1, 2), 10.0).max_nodes == 2
 
 
+def test_a_master_that_stood_by_takes_the_job_over_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """Its look found nothing against its other bounds: the job was stopped then, or there was none yet."""
+    job = Stored()
+    early, late, same = (JobBrain("job", nnodes) for nnodes in ((1, 8), (1, 8), (1, 4)))
+    early.check(job.rows)
+    job.begin((1, 4)).register("a", (1, 2), 10.0)
+    with pytest.raises(StoreError, match="has --nnodes 1:4 in this store, not 1:8"):
+        late.check(job.rows)
+    job.stop()
+    late.check(job.rows)
+    same.check(job.rows)
+    job.call(pb.StartRequest(job_id="job"))
+    job.register("b", (1, 2), 10.0)
+    for brain in (early, late):
+        assert brain.begin(job.rows, 9, 0.0).job.settings.max_nodes == 4
+        assert "the running job keeps its --nnodes 1:4, not this master's 1:8" in caplog.text
+        caplog.clear()
+    assert same.begin(job.rows, 9, 0.0).job.settings.max_nodes == 4
+    assert not caplog.text
+
+
+def test_other_bounds_end_a_limit_that_was_within_the_last_ones() -> None:
+    """The same ones keep it."""
+    job = Stored().begin((1, 4))
+    job.register("a", (1, 2), 10.0)
+    job.call(pb.ScaleRequest(job_id="job", nodes=2))
+    assert job.state.job.limit == 2
+    job.stop()
+    assert job.begin((1, 4)).state.job.limit == 2
+    assert job.begin((3, 8)).state.job.limit == 0
+
+
 def test_embedded_is_said_by_each_start() -> None:
     """A job that went on under a master of its own is not embedded any more."""
     saved = registered(JobBrain("job", None, embedded=True))
