@@ -151,7 +151,8 @@ def end_stopped(turn: Turn) -> None:
     job = turn.job
     while (record := in_memory_alone(job)) is not None:
         memory.give_up(turn, record, "the nodes that held it are gone")
-    running.end(turn, Phase.STOPPED, how_stopped(job))
+    failure = job.ending.message if job.ending is not None else ""
+    running.end(turn, Phase.STOPPED, how_stopped(job, failure))
 
 
 def start(turn: Turn, message: control_pb2.StartRequest) -> Reply:

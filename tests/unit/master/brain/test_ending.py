@@ -693,6 +693,7 @@ def test_an_order_to_stop_counts_for_a_job_that_is_over() -> None:
     job.wait(15)
     assert job.phase is Phase.STOPPED
     assert job.job.ending is None
+    assert "(it failed meanwhile: host-0-0: exit 3" in job.job.message
 
 
 def test_a_job_that_fails_and_is_stopped_while_it_still_writes_is_stopped() -> None:
@@ -707,4 +708,5 @@ def test_a_job_that_fails_and_is_stopped_while_it_still_writes_is_stopped() -> N
         node.hang_up()
     job.wait(10)
     assert (job.phase, job.job.stopping) == (Phase.STOPPED, False)
+    assert "(it failed meanwhile: host-0-0: exit 3" in job.job.message
     assert "goes on from step 20" in job.job.message
