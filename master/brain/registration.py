@@ -46,10 +46,7 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
     job = turn.job
     if message.job_id != job.job_id:
         return Reply("INVALID_ARGUMENT", f"this master runs job {job.job_id!r}, not {message.job_id!r}: check --job-id")
-    wrong = settings_from(message.settings).problem
-    if not wrong and would_settle(turn, message):
-        wrong = chosen_from(job, message.settings).problem
-        wrong = wrong and f"{wrong} (dlrover-master was given this --nnodes)"
+    wrong = settings_from(message.settings).problem or misfit(turn, message)
     if wrong:
         return Reply("INVALID_ARGUMENT", wrong)
     known = job.node_by(message.incarnation)
@@ -71,6 +68,8 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
         return at_once
     if (too_early := ends_if_left(turn, message)) is not None:
         return too_early
+    if wrong := misfit(turn, message):
+        return Reply("INVALID_ARGUMENT", wrong)  # the job has ended just now
     remark = new_run_without_effect(turn, message) or reopen(turn, message)
     if isinstance(remark, Reply):
         return remark
@@ -391,6 +390,12 @@ def would_settle(turn: Turn, message: control_pb2.RegisterRequest) -> bool:
     if job.phase.is_terminal:
         return job.phase is Phase.FAILED or (job.phase is Phase.SUCCEEDED and message.new_run)
     return not job.settled and not len(job.nodes)
+
+
+def misfit(turn: Turn, message: control_pb2.RegisterRequest) -> str:
+    """Why this agent's settings, which would become the job's, do not go with the master's --nnodes; or ""."""
+    wrong = chosen_from(turn.job, message.settings).problem if would_settle(turn, message) else ""
+    return wrong and f"{wrong} (dlrover-master was given this --nnodes)"
 
 
 def chosen_from(job: Job, settings: control_pb2.Settings) -> Settings:

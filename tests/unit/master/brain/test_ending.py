@@ -11,15 +11,15 @@ from dalsegno.master.brain.events import StreamOpened
 from dalsegno.master.brain.memory import LOOK_WITHIN_SECONDS, TOLD_WITHIN_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
-from tests.support.jobs.masters import Driven, Node
+from tests.support.jobs.masters import Driven, Node, settings
 
 from .test_durable import NOTHING, best, orders, steps, wanted, written
 from .test_memory import held, in_memory, joins, newcomer, started
 
 
-def failed(**settings: int) -> tuple[Driven, list[Node], pb.Checkpoint]:
+def failed(**changes: int) -> tuple[Driven, list[Node], pb.Checkpoint]:
     """Two nodes hold step 20, step 10 is on the disk, and the script fails once too often at step 25."""
-    job, nodes = started(2, **{"max_restarts": 0, **settings})
+    job, nodes = started(2, **{"max_restarts": 0, **changes})
     nodes[0].save(10, any_size=True)
     made = held(job, nodes, 20)
     for node in nodes:
@@ -681,6 +681,23 @@ def test_a_new_run_begins_where_all_are_gone() -> None:
     assert late.register(host="host-9", peer_address="10.0.0.9:7", new_run=True).code == "OK"
     assert job.job.run.number == 2
     assert job.job.ending is None
+
+
+def test_an_agent_that_does_not_fit_is_refused_where_all_are_gone() -> None:
+    """As by any job that takes its next agent's settings; the next one that fits takes it up."""
+    job, nodes, _ = failed()
+    job.job.fixed_nnodes = True
+    for node in nodes:
+        node.hang_up()
+    job.wait(30)
+    odd = Node(job, "odd")
+    refused = odd.register(host="host-9", peer_address="10.0.0.9:7", settings=settings(node_unit=8, max_nodes=8))
+    assert refused.code == "INVALID_ARGUMENT"
+    assert "--node-unit=8 does not fit --nnodes" in refused.detail
+    assert (job.phase, job.job.run.reopened) == (Phase.FAILED, 0)
+    late = Node(job, "late")
+    assert late.register(host="host-9", peer_address="10.0.0.9:7").code == "OK"
+    assert job.job.settled
 
 
 def test_an_order_to_stop_counts_for_a_job_that_is_over() -> None:
