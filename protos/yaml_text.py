@@ -14,6 +14,8 @@ __all__ = ("InputRefused", "documents", "printed")
 MOST_VALUES = 100_000
 # A number that PyYAML by itself takes for text, and YAML 1.2, kubectl and people do not.
 WITHOUT_POINT = r"[-+]?[0-9]+[eE][-+]?[0-9]+"
+# What one reader of YAML or another takes for a number; PyYAML knows some of it by itself. Such a text is quoted.
+LIKE_A_NUMBER = r"[-+]?(?:(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|0o[0-7]+)"
 
 
 class InputRefused(ValueError):
@@ -133,7 +135,7 @@ def _dumper() -> Any:
     dumper: Any = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
 
     def text(dumper: Any, value: str) -> Any:
-        style = "|" if "\n" in value else "'" if re.fullmatch(WITHOUT_POINT, value) else None
+        style = "|" if "\n" in value else "'" if re.fullmatch(LIKE_A_NUMBER, value) else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     dumper.add_representer(str, text)

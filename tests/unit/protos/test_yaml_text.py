@@ -52,6 +52,58 @@ def test_what_is_no_yaml_is_refused(text: str, line: str) -> None:
     assert said.value.lines[0].startswith(line)
 
 
+NUMBERS = [
+    "1.5e3",
+    ".5e3",
+    "1.e3",
+    "-1.5E3",
+    "+.5e-3",
+    "1e3",
+    "-2E+3",
+    "1.",
+    ".5",
+    "1.5",
+    "0",
+    "08",
+    "-08",
+    "010",
+    "0o17",
+    "-0o17",
+    "0x1F",
+    "0b1",
+    "12",
+    "-4",
+    "+4",
+]
+OTHERS = [
+    "1_000",
+    "1:4",
+    "1:00:00",
+    ".",
+    "e5",
+    "1e",
+    "~",
+    "null",
+    "true",
+    "no",
+    "on",
+    ".inf",
+    ".nan",
+    "-",
+    "=",
+    "<<",
+    "2026-01-01",
+]
+
+
+@pytest.mark.parametrize("text", NUMBERS + OTHERS)
+def test_text_that_looks_like_something_else_stays_text(text: str) -> None:
+    """For us, and for kubectl, which takes 0o17 and 08 for numbers, too."""
+    made = printed([{"a": text, text: "b"}])
+    assert documents(made, "printed") == [{"a": text, text: "b"}]
+    assert text not in NUMBERS or f"a: '{text}'" in made
+
+
 def test_what_is_printed_is_read_again() -> None:
     """Text that looks like a number stays text, nothing is an alias, and keys keep their order."""
     inner = {"x": "4", "b": "1:4", "a": "no"}
