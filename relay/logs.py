@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dalsegno.protos.options import UsageError
@@ -69,9 +69,10 @@ class Logs:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _run(self) -> None:
-        forget_old(self._target)
+        forgetting = forget_old(self._target, self._over)
         while not self._over.wait(_EVERY_SECONDS):
             self._copy_all()
+            next(forgetting, None)  # one for each copy: on a slow volume nothing waits for all of them
         self._copy_all()
 
     def _copy_all(self) -> None:
@@ -105,25 +106,36 @@ def _is_empty(path: Path) -> bool:
         return True
 
 
-def forget_old(target: Path) -> None:
+def forget_old(target: Path, over: threading.Event) -> Iterator[None]:
     """Removes the agents' logs, and empty files, of all pods but the newest `KEPT`; what their trainers wrote stays.
 
     Args:
         target: with a directory for each pod. What cannot be read or removed stays.
+        over: set when there is no time for more.
+
+    Yields:
+        Nothing, behind each pod.
     """
+    pods: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
-        pods = sorted((path for path in target.iterdir() if (path / _OWN[0]).is_file()), key=_written)
-        for pod in pods[:-KEPT]:
-            for where, _, names in os.walk(pod, topdown=False):
-                for path in (Path(where, name) for name in names):
-                    if _is_empty(path) or (path.parent == pod and path.name in _OWN):
-                        path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # something is left in it
-                    os.rmdir(where)
+        for path in target.iterdir():
+            with contextlib.suppress(OSError):  # no agent's, or gone since
+                pods.append(((path / _OWN[0]).stat().st_mtime, path))
+    for _, pod in sorted(pods)[:-KEPT]:
+        _forget(pod, over)
+        yield
 
 
-def _written(pod: Path) -> float:
-    return (pod / _OWN[0]).stat().st_mtime
+def _forget(pod: Path, over: threading.Event) -> None:
+    for where, _, names in os.walk(pod, topdown=False):
+        for path in (Path(where, name) for name in names):
+            if over.is_set():
+                return
+            with contextlib.suppress(OSError):
+                if _is_empty(path) or (path.parent == pod and path.name in _OWN):
+                    path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # something is left in it
+            os.rmdir(where)
 
 
 def copy_news(source: Path, target: Path) -> None:

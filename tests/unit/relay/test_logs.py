@@ -92,7 +92,8 @@ def test_the_logs_of_old_pods_do_not_fill_the_volume(tmp_path: Path) -> None:
         log = tmp_path / f"pod-{number}" / "agent.log"
         log.write_text("a line\n")
         os.utime(log, (1000 + number, 1000 + number))
-    forget_old(tmp_path)
+    for _ in forget_old(tmp_path, threading.Event()):
+        pass
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     kept = {
         f"pod-{number}/{file}"
@@ -101,6 +102,56 @@ def test_the_logs_of_old_pods_do_not_fill_the_volume(tmp_path: Path) -> None:
     }
     assert left == {"notes/empty", "pod-0/run/attempt_1/0/stdout.log", *kept}
     assert not (tmp_path / "pod-1").exists()
+
+
+def old_pods(target: Path, more: int) -> list[Path]:
+    """The logs of `more` pods than stay."""
+    logs = [target / f"pod-{number:03}" / "agent.log" for number in range(module.KEPT + more)]
+    for number, log in enumerate(logs):
+        log.parent.mkdir(parents=True)
+        log.write_text("a line\n")
+        os.utime(log, (1000 + number, 1000 + number))
+    return logs[:more]
+
+
+def test_what_cannot_be_removed_stays_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other pods' logs are removed all the same."""
+    first, second = old_pods(tmp_path, 2)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == first:
+            raise PermissionError(1, "Operation not permitted")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for _ in forget_old(tmp_path, threading.Event()):
+        pass
+    assert (first.exists(), second.exists()) == (True, False)
+
+
+def test_logs_are_copied_before_old_ones_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow volume a short run had copied nothing."""
+    old = old_pods(tmp_path / "volume", 20)
+    monkeypatch.setattr(module, "_EVERY_SECONDS", 0.01)
+    entered, leave = threading.Event(), threading.Event()
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        entered.set()
+        assert leave.wait(30)
+        os.unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    logs = Logs(tmp_path / "volume", print)
+    (logs.directory / "agent-1").mkdir()
+    (logs.directory / "agent-1" / "agent.log").write_text("a word\n")
+    assert entered.wait(30)
+    logs._over.set()
+    leave.set()
+    logs.close()
+    (copy,) = (tmp_path / "volume").glob("agent-1-*/agent.log")
+    assert copy.read_text() == "a word\n"
+    assert sum(not log.exists() for log in old) == 1
 
 
 def test_nothing_is_copied_of_an_empty_file(tmp_path: Path) -> None:
