@@ -1,6 +1,7 @@
 # Nodes with torch and DeepSpeed, and the examples. Your own image: FROM this one, or these lines in yours.
 # Build it in the root of a checkout: docker build -f deploy/docker/trainer.Dockerfile .
 # TORCH names the build of PyTorch, TORCH_INDEX_URL the index that it alone comes from.
+# A mirror of all of PyPI belongs into the base image, in its pip.conf or as ENV PIP_INDEX_URL: no build-arg sets it.
 FROM python:3.11-slim
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX_URL=
