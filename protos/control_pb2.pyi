@@ -2587,7 +2587,7 @@ class OrderReply(google.protobuf.message.Message):
     """DrainNode: of the node that goes. Another one under its name was started behind it."""
     event: builtins.int
     """Stop: number of the last event before it. An event "stopped" behind this one says that it is carried out, even where
-    somebody has started the job again since. 0: there was none, or the job had ended before.
+    somebody has started the job again since. 0: there was none, or the job had succeeded or was stopped before.
     """
     def __init__(
         self,
