@@ -11,10 +11,11 @@ from threading import Lock
 from ..checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, FileEntry, Manifest, seal, verify
 from ..checkpoint.errors import is_full
 from ..checkpoint.files import checksums, place_file
+from ..checkpoint.layout import JOURNAL
 from ..checkpoint.manifest import VERSION
 from .effort import Effort
 from .errors import ConversionError, EnvironmentFailed, SourceBad
-from .journal import JOURNAL, Journal, take_over
+from .journal import Journal, take_over
 from .layout import engine_directory
 
 Progress = Callable[[int, int], None]

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from ..checkpoint import MANIFEST, UNIVERSAL, CheckpointDamaged, CheckpointName, FileEntry, Manifest, is_checkpoint_name
 from ..checkpoint.files import checksums, fsync_tree, list_files, replace_file, write_exclusive
+from ..checkpoint.layout import JOURNAL
 from .conversion import Watch, Wish, engine_part, produce, seal_form, typed_failures, verified
 from .errors import EnvironmentFailed, SourceBad
-from .journal import JOURNAL, ForeignJournal, Journal, keep_finished
+from .journal import ForeignJournal, Journal, keep_finished
 from .layout import engine_directory
 from .readers import reading
 
