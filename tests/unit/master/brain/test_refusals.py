@@ -237,6 +237,22 @@ def test_a_shrink_that_nobody_can_convert_ends_the_job_with_what_to_do(known: bo
     assert "start nodes until there are 2 workers again" in job.job.message
 
 
+def test_a_shrink_that_nobody_can_convert_is_no_failure_of_a_job_that_is_being_stopped() -> None:
+    """Who was to come back is not let in any more; the node that is left takes its time."""
+    job, a, b = saved_by_two(known=True)
+    b.hang_up()
+    job.wait(3)
+    a.join()
+    assert job.phase is Phase.WAITING
+    assert job.call(control_pb2.StopRequest(job_id="job")).code == "OK"
+    job.wait(settings().node_timeout + 1)
+    assert (job.phase, job.job.stopping) == (Phase.WAITING, True)
+    a.hang_up()
+    job.wait(10)
+    assert job.phase is Phase.STOPPED
+    assert "it failed meanwhile" not in job.job.message
+
+
 @pytest.mark.parametrize("patience", [-1.0, 60.0])
 def test_who_comes_back_in_time_goes_on_with_it(patience: float) -> None:
     """A supervisor starts the lost node again: within --wait-for-nodes, or by default the node-timeout."""
