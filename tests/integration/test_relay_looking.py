@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
-import threading
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("fastapi", reason="needs the extra relay")
 pytest.importorskip("yaml", reason="needs the extra relay")
 
 from dalsegno.agent.commands import dalsegno
+from tests.support.forks.forked_agents import DLROVER_RUN
 from tests.support.jobs.commander import ADMIN_TOKEN, TOKEN, Commander, Worker, commander, run_file
 
 pytestmark = pytest.mark.timeout(120)
@@ -68,9 +70,14 @@ def test_a_run_is_shown_and_released(tmp_path: Path, capfd: pytest.CaptureFixtur
         assert worker.renew()[1]["status"] == "fenced"
 
 
+def _until(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    assert any(text in line for line in process.stdout), "its output has ended"
+
+
 @pytest.mark.usefixtures("token")
 def test_events_are_read_and_followed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """All of them, those behind a number, and those that come; the end of the Commander ends the command."""
+    """All of them, those behind a number, and those that come, also behind a restart of the Commander."""
     with commander(tmp_path / "c.db", [run_file(tmp_path)]) as one:
         person = Person(file_of(one, tmp_path), capfd)
         Worker(one, "w1").acquire()
@@ -78,13 +85,20 @@ def test_events_are_read_and_followed(tmp_path: Path, capfd: pytest.CaptureFixtu
         assert (code, [line.split()[2] for line in out.splitlines()]) == (0, ["registered:", "formed:"])
         _, out, _ = person.types("events", "--after=1", "--json")
         assert [json.loads(line)["kind"] for line in out.splitlines()] == ["formed"]
-        codes: list[int] = []
-        follower = threading.Thread(target=lambda: codes.append(person.types("events", "--follow", "--after=2")[0]))
-        follower.start()
-        Worker(one, "w2").acquire(force=True, token=ADMIN_TOKEN)
-        one.end()
-        follower.join(30)
-        assert codes == [1]
+        command = Path(DLROVER_RUN).with_name("dalsegno")
+        words = [str(command), "relay", "events", str(file_of(one, tmp_path)), "--follow", "--after=2"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follower:
+            try:
+                Worker(one, "w2").acquire(force=True, token=ADMIN_TOKEN)
+                _until(follower, "w2 has come")
+                one.again()
+                Worker(one, "w3").acquire(force=True, token=ADMIN_TOKEN)
+                _until(follower, "w3 has come")
+            finally:
+                follower.send_signal(signal.SIGINT)
+            assert follower.wait(30) == 130
+            assert follower.stderr is not None
+            assert "waiting for it" in follower.stderr.read()
 
 
 @pytest.mark.usefixtures("token")

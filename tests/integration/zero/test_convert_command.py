@@ -59,7 +59,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tup
         (tmp_path / "fake_converter.py").write_text(program)
         (tmp_path / "source").mkdir()
         monkeypatch.setattr(convert_command, "_MODULE", "fake_converter")
-        monkeypatch.chdir(tmp_path)  # where `python -m` looks first
+        # Nothing is taken from the working directory.
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+        monkeypatch.chdir(tmp_path)
         return tmp_path / "source", tmp_path / "target"
 
     return fake
