@@ -18,6 +18,8 @@ JOURNAL = "JOURNAL.jsonl"
 
 SHARDED, UNIVERSAL, WEIGHTS = "sharded", "universal", "weights"
 FORMS = (SHARDED, UNIVERSAL, WEIGHTS)
+# By form, what may lie in a checkpoint's directory besides what its manifest lists.
+BESIDES = {UNIVERSAL: frozenset({JOURNAL})}
 
 # The largest number in a name: 18 digits, which every part of the program can handle.
 MAX_NUMBER = 10**18 - 1

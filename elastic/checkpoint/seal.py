@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 from dalsegno.protos import trace
 
 from .errors import CheckpointDamaged, Damage
 from .files import THREADS, checksums, fsync_directory, fsync_tree, list_files, write_exclusive
-from .layout import MANIFEST
+from .layout import BESIDES, MANIFEST
 from .manifest import FileEntry, Manifest
 from .marks import mark
 
@@ -19,14 +18,11 @@ def describe(directory: Path, *, threads: int = THREADS, sync: bool = True) -> t
     return tuple(checksums(directory, list_files(directory), threads=threads, sync=sync))
 
 
-def seal(directory: Path, manifest: Manifest, *, besides: Collection[str] = ()) -> str:
+def seal(directory: Path, manifest: Manifest) -> str:
     """Writes ``MANIFEST.json``, after which ``directory`` is never changed again.
 
     The files must be durable already (``describe`` does that). The order is: names below the directory, then the
     manifest, then the directory and its parent. So if a manifest survives a power cut, its files have survived too.
-
-    Args:
-        besides: Files that the caller removes next, which the manifest does not list.
 
     Returns:
         The digest.
@@ -39,7 +35,8 @@ def seal(directory: Path, manifest: Manifest, *, besides: Collection[str] = ()) 
     """
     if manifest.name != directory.name:
         raise ValueError(f"the manifest of {manifest.name} cannot seal {directory.name}")
-    there, listed = set(list_files(directory)).difference(besides), {entry.path for entry in manifest.files}
+    there = set(list_files(directory)).difference(BESIDES.get(manifest.form, ()))
+    listed = {entry.path for entry in manifest.files}
     for path in sorted(there ^ listed):
         raise CheckpointDamaged(directory, path, Damage.EXTRA_FILE if path in there else Damage.MISSING_FILE)
     fsync_tree(directory)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .errors import CheckpointDamaged, Damage
 from .files import THREADS, checksum, list_files
-from .layout import JOURNAL, UNIVERSAL
+from .layout import BESIDES
 from .manifest import FileEntry, Manifest
 from .pool import Pool
 from .reading import NotRegular, size_of_regular
@@ -56,8 +56,7 @@ def verify_listing(directory: Path, manifest: Manifest, paths: Collection[str] |
         if there is not None and entry.path not in there:
             raise CheckpointDamaged(directory, entry.path, Damage.MISSING_FILE)
         _check_sizes(directory, [entry])
-    besides = {JOURNAL} if manifest.form == UNIVERSAL else set()
-    for path in sorted((there or listed) - listed - besides):
+    for path in sorted((there or listed) - listed - BESIDES.get(manifest.form, frozenset())):
         raise CheckpointDamaged(directory, path, Damage.EXTRA_FILE)
 
 

@@ -80,7 +80,7 @@ class Disk:
         """
 
     def check_room(self) -> None:
-        """On each rank, before each new file, and while it grows.
+        """On each rank, while new files grow.
 
         Raises:
             OSError: It must not take more (ENOSPC).

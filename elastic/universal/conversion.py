@@ -11,7 +11,6 @@ from threading import Lock
 from ..checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, FileEntry, Manifest, seal, verify
 from ..checkpoint.errors import is_full
 from ..checkpoint.files import checksums, place_file
-from ..checkpoint.layout import JOURNAL
 from ..checkpoint.manifest import VERSION
 from .effort import Effort
 from .errors import ConversionError, EnvironmentFailed, SourceBad
@@ -262,7 +261,7 @@ def seal_form(manifest: Manifest, target: Path, entries: tuple[FileEntry, ...]) 
         candidate=None,
         version=VERSION,
     )
-    seal(target, sealed, besides=(JOURNAL,))
+    seal(target, sealed)
     return sealed
 
 
