@@ -35,9 +35,11 @@ def main() -> int:
         return 1 if outcome.failure else 0
     began = time.monotonic()
     failures: Counter[str] = Counter()
+    cut: Counter[str] = Counter()
     done = 0
     for outcome in simulate_all(range(options.seed, options.seed + options.runs), options.processes, options.mode):
         done += 1
+        cut.update([outcome.cut] if outcome.cut else [])
         if outcome.failure:
             failures[outcome.name] += 1
             print(f"seed {outcome.seed}: {outcome.failure}", flush=True)
@@ -45,6 +47,8 @@ def main() -> int:
                 break
     seconds = time.monotonic() - began
     print(f"{done} schedules in {seconds:.1f} s, {sum(failures.values())} failed {dict(failures) or ''}")
+    if cut:
+        print(f"{cut.total()} of them ended early, as the job had moved to another directory: {dict(cut)}")
     if failures:
         mode = "" if options.mode == DECISIONS else f"--{options.mode} "
         print(f"replay one with: python -m tests.simulation {mode}--trace --seed N")

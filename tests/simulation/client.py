@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import Message
 
+from dalsegno.agent.control import connection
 from dalsegno.agent.control.client_threads import Outbox, WaitingCall
 from dalsegno.agent.decisions import events as ev
 from dalsegno.protos import control_pb2
@@ -21,7 +22,7 @@ BEAT_TIMEOUT = 3.0
 BEAT_INTERVAL = 1.0
 PROGRESS_INTERVAL_SECONDS = 0.1
 AWAY_AFTER = 3.0
-RETRIED = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "ABORTED"})
+RETRIED = frozenset(code.name for code in connection.RETRIED)
 
 
 class Client:

@@ -121,7 +121,8 @@ class Ledger:
         self.save_order: SaveOrder | None = None
         # How often somebody has stopped the job.
         self.stops = 0
-        self.elsewhere = False
+        # Why the job lives in another directory than ours: the schedule ends with that, unchecked. Empty: it does not.
+        self.elsewhere = ""
         self.ever_stepped = False
         self.arrivals = 0
         self.arrived_at = 0.0
@@ -208,8 +209,7 @@ class Ledger:
             return  # An embedded job's next run; this schedule is about the first.
         self._is_over(job)
         if job.epoch and job.probe != self.sim.disk.probe:
-            # The first node had something else mounted there, and the job lives in that now: not our subject.
-            self.elsewhere = True
+            self._moved(job)
             return
         if self.amnesia:
             self._heard_out(job)
@@ -245,6 +245,24 @@ class Ledger:
         self.refusals.noted(job)
         if job.phase.is_terminal and job.phase is not Phase.STOPPED:
             self._ended(job)
+
+    def _moved(self, job: Job) -> None:
+        """The job lives in what blind nodes have mounted there, and how that ends is not our subject.
+
+        Only before its first world has opened, or where the record is lost, may it come to that; and then only where
+        no more nodes share the right directory.
+        """
+        if not self.stores_lost:
+            self.require(
+                not self.worlds, "one directory", f"epoch {job.epoch} is in {job.probe}, earlier ones were not"
+            )
+            counts = Counter(node.probe for node in job.nodes.values() if not node.leaving)
+            self.require(
+                counts[job.probe] >= counts[self.sim.disk.probe],
+                "one directory",
+                f"epoch {job.epoch} is in {job.probe}, of nodes see {dict(counts)}",
+            )
+        self.elsewhere = "its store was lost" if self.stores_lost else "its first nodes were blind"
 
     def _is_over(self, job: Job) -> None:
         """Whether it has failed for good, until an agent takes it up again. In most schedules its master dies then."""

@@ -28,12 +28,13 @@ WARM_UP = (416, 47, 105)
 
 @dataclass(frozen=True)
 class Outcome:
-    """`failure` is empty where everything held."""
+    """`failure` is empty where everything held; `cut` says why the schedule ended before its job did, if it did."""
 
     seed: int
     digest: str
     failure: str = ""
     name: str = ""
+    cut: str = ""
 
 
 @functools.cache
@@ -60,7 +61,8 @@ def _made(seed: int, mode: str, tracing: bool = False) -> Simulation | World | L
 def simulate(seed: int, mode: str = DECISIONS) -> Outcome:
     """One schedule."""
     try:
-        return Outcome(seed, _made(seed, mode).run())
+        made = _made(seed, mode)
+        return Outcome(seed, made.run(), cut=made.ledger.elsewhere if isinstance(made, Simulation) else "")
     except AssertionError as error:
         return Outcome(seed, "", str(error), getattr(error, "name", type(error).__name__))
     except Exception as error:

@@ -30,6 +30,7 @@ from dalsegno.master.brain import (
     membership,
     recollection,
     refusals,
+    registration,
     running,
     scaling,
     shapes,
@@ -531,6 +532,14 @@ def forgets_who_was_near(original: Any) -> Any:
     return taken
 
 
+def takes_the_last_ones_directory(original: Any) -> Any:
+    def sees(job: Job, probe: str) -> bool:
+        job.probe = probe or job.probe
+        return bool(probe)
+
+    return sees
+
+
 def plant(
     owner: Any,
     name: str,
@@ -672,6 +681,14 @@ PLANTS: dict[str, Plant] = dict(
         plant(Presences, "next_look", looks_at_the_silent_too_late, "the dead are noticed"),
         plant(Presences, "_taken", forgets_who_was_near, "the dead are noticed"),
         plant(membership, "is_candidate", takes_the_blind, "members see the directory", kind="disk"),
+        plant(
+            registration,
+            "sees",
+            takes_the_last_ones_directory,
+            "one directory",
+            kind="disk",
+            suits=lambda plan: plan.blind_start,
+        ),
         plant(conversion, "check_owner", never_replaces_a_converter, "liveness", kind="convert", first=142),
         plant(conversion, "report", counts_only_files, "who moves keeps the lease", kind="convert"),
         plant(conversion, "verified", hears_only_verdicts, "liveness", kind="disk", first=233),
