@@ -14,7 +14,7 @@ from ..rank.collective import Collective, PendingGather
 from ..rank.identity import Identity
 from .answers import TOLD_OTHERWISE
 from .content import Own
-from .save_errors import Failed, describe
+from .save_errors import Failed, is_fatal, is_mistake, trouble
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class Names:
                     own.tier.create(str(name))
                 said["name"] = str(name)
                 said["bests"] = [None if one is None else asdict(one) for one in best_as_of(str(name), metric)]
-            except OSError as error:
-                said["error"] = describe(error)
+            except Exception as error:
+                said["error"] = trouble(error, store.run_dir)
         return AskedName(own, self._collective.start_gather(said))
 
 
@@ -83,7 +83,8 @@ class AskedName:
         answers = self._asked.wait()
         first = answers[0]
         if "error" in first:
-            raise Failed(first["error"], fatal=False)
+            error = first["error"]
+            raise Failed(error["text"], is_fatal([error]), final=is_mistake([error]))
         best, candidate = (None if one is None else Best(**one) for one in first["bests"])
         own = self._own
         own.name = str(first["name"])

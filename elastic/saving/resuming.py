@@ -38,6 +38,7 @@ from ..rank import rng
 from ..rank.collective import Collective
 from ..rank.identity import Identity, ResumeOrder
 from ..rank.meetings import may_be_a_peers
+from .save_errors import describe
 from .verification import JointVerification, NobodyTold, Note
 
 log = logging.getLogger(__name__)
@@ -250,7 +251,8 @@ def handed_out(
             work = partial(_noted, verify_share)
             if beside is None:
                 verify_share()
-    except (CheckpointDamaged, OSError) as caught:
+    # Others wait for this rank's note, whatever it met.
+    except Exception as caught:
         error = caught
     judge = partial(_judged, collective.rank, directory, order)
     if (damaged := judge(collective.gather(_note(error)))) is not None:
@@ -291,8 +293,9 @@ def newest(
             chain = [m.name for m in lineage(found)]
             found.sort(key=lambda m: chain.index(m.name) if m.name in chain else -1)
             answer["found"] = [[m.name, m.digest] for m in reversed(found)]
-        except OSError as error:
-            answer["error"] = str(error)
+        # The others wait for this rank's answer, whatever it met.
+        except Exception as error:
+            answer["error"] = _told(error)
     answer = collective.broadcast(answer)
     if "error" in answer:
         raise OSError(answer["error"])
@@ -468,7 +471,15 @@ def _note(error: Exception | None) -> Note:
         return {}
     if isinstance(error, CheckpointDamaged):
         return {"damage": str(error), "file": error.file, "name": error.directory.name}
-    return {"os": str(error)}
+    return {"os": _told(error)}
+
+
+def _told(error: Exception) -> str:
+    """A line about what a rank met as it read. Of all but a file system's error its own log has more."""
+    if isinstance(error, OSError):
+        return str(error)
+    log.error("what this rank resumes from cannot be read", exc_info=error)
+    return describe(error)
 
 
 def restore_rng(resume: ResumePoint | None, seed: int | None, step: int, rank: int, world_size: int) -> None:

@@ -18,7 +18,7 @@ from ..checkpoint.files import write_problem
 
 # What torch's writer, which is C++, says when a disk takes no more.
 _WRITER = re.compile(r"PytorchStreamWriter|inline_container|unexpected pos|basic_ios|iostream error|file write failed")
-_MEMORY = re.compile(r"not enough memory|can't allocate memory|out of memory", re.IGNORECASE)
+_MEMORY = re.compile(r"not enough memory|can't allocate memory|out of memory|can't start new thread", re.IGNORECASE)
 # Errors about a path although its directory can be written: the path is wrong, and will be the next time.
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -84,6 +84,17 @@ def problem(error: BaseException | None, directory: Path) -> Problem | None:
     # Libraries that write by themselves hide what the file system said.
     hidden = said[0] if said and not isinstance(error, OSError) else ""
     return Problem(f"{hidden}; {text}" if hidden else text, cause)
+
+
+def trouble(error: Exception, directory: Path) -> dict[str, Any]:
+    """What a rank tells the others whose part went wrong before or behind the script's writing: a name, a manifest.
+
+    Nothing that a file system says there is the script's mistake: the next save tries it again.
+    """
+    if isinstance(error, (OSError, CheckpointDamaged)):
+        return {"text": describe(error)}
+    found = problem(error, directory)
+    return {} if found is None else found.answer
 
 
 def is_fatal(answers: Iterable[Mapping[str, Any]]) -> bool:

@@ -20,7 +20,6 @@ from dalsegno.protos import trace
 
 from ..checkpoint import (
     Best,
-    CheckpointDamaged,
     CheckpointStore,
     FileEntry,
     Manifest,
@@ -41,7 +40,7 @@ from .content import Content, Own
 from .file_check import FileCheck
 from .names import Names
 from .outcomes import Outcomes, SaveError
-from .save_errors import Failed, describe, kept, problem
+from .save_errors import Failed, kept, problem, trouble
 from .saving_reports import Count, SavingReports, bytes_below
 from .sealing import Sealing
 from .staging import HostBuffers, wait_for_cards
@@ -298,8 +297,8 @@ class Saver:
         own, sealing, answers = ending.own, ending.sealing, self._answers
         if sealing is not None:
             digest = sealing.digest if over else answers.agree_on_end(sealing, error, own.path, seconds=SEALING_SECONDS)
-            if digest and own.tier.leads and not sealing.told:
-                self._outcomes.tell(own, Manifest.read(own.path), ending.began)
+            if digest and sealing.manifest is not None and not sealing.told:
+                self._outcomes.tell(own, sealing.manifest, ending.began)
             if digest:
                 return Ref(own.name, digest)
             log.debug("%s is sealed by hand, and so are those to come: %s", own.name, sealing.error)
@@ -448,8 +447,8 @@ class Saver:
         try:
             if identity.local_rank == 0:
                 part["files"] = list_files(path)
-        except (OSError, CheckpointDamaged) as error:
-            part["text"] = describe(error)
+        except Exception as error:
+            part |= trouble(error, path)
         listed = self._answers.exchange(part)
         twice = own.tier.written_twice([some["files"] for some in listed])
         own.summed = tuple(entry for entry in own.summed if entry.path not in twice)
@@ -464,8 +463,8 @@ class Saver:
                 own.entries = tuple(unless_stuck(sync, done, PATIENCE_SHARE * identity.stall_timeout))
             own.moved = done.read()
             part["files"] = [asdict(entry) for entry in own.entries]
-        except (OSError, CheckpointDamaged) as error:
-            part["text"] = describe(error)
+        except Exception as error:
+            part |= trouble(error, path)
         described = [[FileEntry(**entry) for entry in said["files"]] for said in self._answers.exchange(part)]
         entries = [entry for some in described for entry in some]
         if all(PurePosixPath(entry.path).parts[0] == rng.DIRECTORY for entry in entries) and not self._noted_empty:
@@ -490,8 +489,8 @@ class Saver:
                 link = None if own.tier.in_memory else self._link
                 with SavingReports(link, own.name, lambda: own.moved, own.path):
                     own.tier.seal(manifest, entries)
-            except (OSError, CheckpointDamaged) as error:
-                said = {"text": describe(error)}
+            except Exception as error:
+                said = trouble(error, own.path)
         first = self._answers.exchange(said)[0]
         if first["digest"] != manifest.digest:
             raise SaveError(f"{TOLD_OTHERWISE}, rank {self._identity.rank} another manifest than rank 0: {manifest}")

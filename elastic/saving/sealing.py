@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..checkpoint import CheckpointDamaged, FileEntry, Manifest
+from ..checkpoint import FileEntry, Manifest
 from ..rank.board import Board, CalledOff
 from ..rank.identity import Identity
 from .answers import raise_first
 from .content import Own
-from .save_errors import Failed, describe, problem
+from .save_errors import Failed, problem, trouble
 
 # Seconds in which a thread that is told to stop does, unless it is given up.
 STOP_SECONDS = 0.5
@@ -65,6 +65,8 @@ class Sealing:
         # Where rank 0 says what that makes together, and how it ends.
         self._files, self._end = f"{own.name}/files", f"{own.name}/end"
         self.over, self.digest, self.told = threading.Event(), "", False
+        # Sealed here, on a rank that leads: rank 0 tells nobody that it is sealed before all these have it.
+        self.manifest: Manifest | None = None
         self.error: BaseException | None = None
         # Held while something is done that others see, and set while that is not: nothing is done behind `stop`.
         self._acts, self._off = threading.Lock(), threading.Event()
@@ -188,8 +190,11 @@ class Sealing:
         said: dict[str, Any] = {"digest": manifest.digest}
         try:
             self._act(lambda: self._own.tier.seal(manifest, described))
-        except (OSError, CheckpointDamaged) as error:
-            said = {"text": describe(error), "rank": self._identity.rank}
+            self.manifest = manifest
+        except CalledOff:
+            raise
+        except Exception as error:
+            said = {**trouble(error, self._own.path), "rank": self._identity.rank}
         self._board.say(self._leads[self._identity.rank], said)
         return manifest
 

@@ -18,6 +18,7 @@ from dalsegno.protos.text import few
 
 from ..rank.threads import shared_out
 from ..saving.bundles import unpacked
+from ..saving.resuming import ResumePoint
 from ..universal.archive import Packed, refuse_packed
 from ..universal.mapping import NotPlainError, open_mapped
 from .digest import is_plain
@@ -255,9 +256,30 @@ def read_tensors(path: Path) -> Any:
         ValueError: It is not there, or has something else in it.
     """
     try:
-        content = _opened(path)
+        return _read(path)
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent.name} has no {path.name}: it was not saved by TrainingState") from error
+
+
+def read_saved(resume: ResumePoint, name: str) -> Any:
+    """The same of a file of the resume point.
+
+    Raises:
+        ValueError: The checkpoint has no such file, or it has something else in it.
+        OSError: It has, and this rank does not see it. Another start may.
+    """
+    path = resume.path / name
+    if name not in {entry.path for entry in resume.manifest.files}:
+        return read_tensors(path)
+    try:
+        return _read(path)
+    except FileNotFoundError as error:
+        raise OSError(f"{path} is not here, although the checkpoint's manifest lists it") from error
+
+
+def _read(path: Path) -> Any:
+    try:
+        content = _opened(path)
     except Packed as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except UnpicklingError as error:

@@ -31,7 +31,7 @@ from ..saving.background_save import Background, in_background
 from ..saving.replicas import loadable
 from ..saving.resuming import LOADERS, ResumePoint, check_loaders
 from .findings import NOTHING, OURS, SCRIPTS, STATE
-from .reading_state import read_tensors
+from .reading_state import read_saved
 
 log = logging.getLogger(__name__)
 
@@ -341,7 +341,7 @@ def _saved(resume: ResumePoint, rank: int, world_size: int, what: str) -> Any:
             f"{resume.ref.name} was saved without the state of a data loader, so {what} would begin anew: go on with "
             "the data that it was trained on, or start a new run"
         )
-    return read_tensors(resume.path / file_name(rank))
+    return read_saved(resume, file_name(rank))
 
 
 def say_what_cannot_resume(source: BatchSource[Any], data: Any, world_size: int) -> None:

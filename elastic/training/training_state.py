@@ -46,7 +46,7 @@ from .in_forward import is_compiled
 from .left_out import OptimizerWatch
 from .left_schedules import LeftSchedules
 from .parts import Stateful, check_initialised, check_same, kept_of
-from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, owned, read_tensors
+from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, owned, read_saved
 from .sending import send_what_differs
 from .session import BareSession
 from .unlisted import Unlisted, has_extra_state
@@ -273,7 +273,7 @@ class TrainingState:
     def _load_own(self, resume: ResumePoint) -> None:
         buffers, extra = dict(self._model.named_buffers()), dict(_with_extra_state(self._model))
         if buffers or extra:
-            weights = without_prefixes(read_tensors(resume.path / MODEL_FILE), self._model.state_dict())
+            weights = without_prefixes(read_saved(resume, MODEL_FILE), self._model.state_dict())
             with torch.no_grad():
                 for name, buffer in buffers.items():
                     if name in weights:
@@ -283,13 +283,13 @@ class TrainingState:
                     module.set_extra_state(owned(weights[name]))
         self._load_unlisted(resume)
         own = {name: part for name, part in self._parts.items() if not hasattr(part, "param_groups")}
-        kept = read_tensors(resume.path / TRAINING_FILE) if own else {}
+        kept = read_saved(resume, TRAINING_FILE) if own else {}
         for name, part in own.items():
             load_part(part, kept[name]["state"])
 
     def _load_unlisted(self, resume: ResumePoint) -> None:
         if any(entry.path == UNLISTED_FILE for entry in resume.manifest.files):
-            self._unlisted.load(read_tensors(resume.path / UNLISTED_FILE)["buffers"])
+            self._unlisted.load(read_saved(resume, UNLISTED_FILE)["buffers"])
 
     def load(self, *, cast: bool = False, other_schedule: bool = False, weights_only: bool = False) -> bool:
         """Loads the session's resume point: weights, then the parts in their order. False: there is none.
@@ -323,7 +323,7 @@ class TrainingState:
         check_whole(self._model)
         if resume.form != SHARDED:
             raise ValueError(f"{resume.ref.name} is handed out as {resume.form}: it was not saved by TrainingState")
-        weights, kept = read_tensors(resume.path / MODEL_FILE), read_tensors(resume.path / TRAINING_FILE)
+        weights, kept = read_saved(resume, MODEL_FILE), read_saved(resume, TRAINING_FILE)
         wanted = self._model.state_dict()
         weights = without_prefixes(weights, wanted)
         check_same_names(weights, wanted)

@@ -151,6 +151,16 @@ def test_what_another_script_saved_is_refused(tmp_path: Path) -> None:
     assert "step-2.e0.1 has no model.pt: it was not saved by TrainingState" in refusal(tmp_path, parts())
 
 
+def test_a_file_that_a_node_does_not_see_is_no_fault_of_the_checkpoint(tmp_path: Path) -> None:
+    """The manifest lists it: a network file system may show it at the next start."""
+    saved(tmp_path, parts())
+    with start(tmp_path) as session:
+        assert session.resume is not None
+        (session.resume.path / "training.pt").unlink()
+        with pytest.raises(OSError, match=r"training\.pt is not here, although the checkpoint's manifest lists it"):
+            TrainingState(session, **parts()).load()
+
+
 def mapped(name: str) -> bool:
     return any(name in line for line in Path("/proc/self/maps").read_text().splitlines())
 
