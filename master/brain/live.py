@@ -91,6 +91,8 @@ class EpochLife:
     stepped_at: float | None = None
     # An earlier master opened it, and no step is reported yet: the first report may be an old one.
     is_taken_over: bool = False
+    # That first report was about the newest step: it may have been made long before this master heard of it.
+    heard_late: bool = False
     # When anybody last made progress.
     moved: float = 0.0
     # The node that advanced last, when it did, and when another one did. A step is a collective, so it proves the
@@ -131,6 +133,7 @@ class EpochLife:
         if step <= self.top_step:
             return
         self.top_step = step
+        self.heard_late = self.is_taken_over
         if self.is_taken_over:
             self.is_taken_over = False
             return

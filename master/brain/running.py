@@ -225,7 +225,7 @@ def pause_of(turn: Turn, *, stood: bool) -> Pause:
     if stood and before is not None:
         return replace(before, more_lost=before.more_lost or not epoch.lost_exactly)
     since, more_lost = turn.now if epoch.stepped_at is None else epoch.stepped_at, stood and turn.job.run.ever_stepped
-    return Pause(since, epoch.is_taken_over, more_lost=more_lost)
+    return Pause(since, epoch.is_taken_over or epoch.heard_late, more_lost=more_lost)
 
 
 def stalled(turn: Turn) -> bool:
