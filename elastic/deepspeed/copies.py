@@ -22,6 +22,9 @@ from ..universal.shards import FP32
 from ..universal.values import ShardedValues
 from .view import model_states_file
 
+# In the names of all parameters of DeepSpeed's `Experts`, which are numbered on each rank from 0.
+_EXPERTS = ".deepspeed_experts."
+
 
 def copy_whole(parameter: Any, value: Tensor, *, optimizers: bool = False) -> None:
     """Copies a whole value to a parameter. Collective at stage 3.
@@ -113,7 +116,19 @@ def check_names(model: nn.Module, saved: Collection[str], wanted: Collection[str
         # DeepSpeed's mark of an expert.
         if not getattr(one, "allreduce", True) or not (strict or one.requires_grad)
     }
+    if other := other_experts(set(saved) - set(wanted)):
+        raise ValueError(other)
     check_same_names(saved, [name for name in wanted if name in saved or name not in absent])
 
 
-__all__ = ("check_names", "copy_whole", "load_parameters", "load_whole_model")
+def other_experts(only_saved: Collection[str]) -> str:
+    """A line, if some of these names, which only a checkpoint has, are those of experts; else empty."""
+    if not any(_EXPERTS in name for name in only_saved):
+        return ""
+    return (
+        "the checkpoint has other experts on each rank than this world: a run whose experts are spread over all its"
+        " ranks (ep_size) goes on with as many ranks as before; give ep_size a number that stays"
+    )
+
+
+__all__ = ("check_names", "copy_whole", "load_parameters", "load_whole_model", "other_experts")

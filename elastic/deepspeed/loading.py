@@ -33,7 +33,7 @@ from ..universal.loading import load
 from ..universal.shards import FP32
 from ..universal.source import ADAM_STATES
 from ..universal.values import STEP, Values
-from .copies import copy_whole
+from .copies import copy_whole, other_experts
 from .model_states import ModelStates, unpartitioned
 from .view import COMMON, NESTED, ZERO, model_states_file
 from .weights import weights_from_file
@@ -388,7 +388,8 @@ def restore_unpartitioned(engine: Any, directory: Path, *, optimizers: bool = Fa
     partitioned = state.get("param_shapes")  # stage 0 partitions nothing, and DeepSpeed loads all of it
     owned = {name for group in partitioned or () for name in group}
     if extra := sorted(owned - {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}):
-        raise RuntimeError(f"the checkpoint is another model's: this one has no {', '.join(extra[:3])}")
+        text = f"the checkpoint is another model's: this one has no {', '.join(extra[:3])}"
+        raise RuntimeError(other_experts(extra) or text)
     _restore_buffers(engine, {name: module[name] for name in state.get("buffer_names") or ()})
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters() if partitioned is not None else ():

@@ -85,3 +85,16 @@ def test_another_models_are_refused(tmp_path: Path) -> None:
     shapes = {name: torch.zeros(3, *value.shape[1:]) for name, value in model(1).state_dict().items()}
     with pytest.raises(ValueError, match="size mismatch"):
         load_whole_model(SimpleNamespace(module=model(2)), saved(tmp_path, shapes))
+
+
+def test_experts_that_follow_the_number_of_ranks_are_named(tmp_path: Path) -> None:
+    """The model is the same: each rank of the new world has fewer of its experts."""
+
+    def layer(experts: int) -> nn.Module:
+        of_a_rank = nn.ModuleDict({"deepspeed_experts": nn.ModuleList([nn.Linear(2, 2) for _ in range(experts)])})
+        return nn.ModuleDict({"gate": nn.Linear(2, 2), "experts": of_a_rank})
+
+    directory = saved(tmp_path, layer(2).state_dict())
+    with pytest.raises(ValueError, match="has other experts on each rank than this world"):
+        load_whole_model(SimpleNamespace(module=layer(1)), directory)
+    load_whole_model(SimpleNamespace(module=layer(2)), directory)
