@@ -378,8 +378,10 @@ def _restored(
                 return None
             say(f"the hub does not answer ({error}): tried again in {pause:.0f} s; {instead} instead")
         except restore.HubUnusable as error:
-            if not older or intact is None:
+            if intact is None:
                 raise
+            if not older:
+                raise restore.HubUnusable(f"{error}; {instead} instead") from error
             say(f"step {milestones[0].step} is given up: {error}")
             return None
         except restore.VolumeFull as error:

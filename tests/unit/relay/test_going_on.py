@@ -240,7 +240,7 @@ def test_without_what_speaks_to_the_hub_a_pod_ends(made: Scene, monkeypatch: pyt
         raise restore.HubUnusable("the hub needs the extra relay")
 
     monkeypatch.setattr(restore, "restore", lacks)
-    with pytest.raises(restore.HubUnusable):
+    with pytest.raises(restore.HubUnusable, match=r"the extra relay; --allow-older goes on from step-\S+ instead$"):
         made.go_on(60)
     assert made.go_on(60, older=True) == (None, "40:2")
     assert made.said("step 60 is given up: the hub needs the extra relay")
