@@ -122,8 +122,8 @@ def check_names(model: nn.Module, saved: Collection[str], wanted: Collection[str
 
 
 def other_experts(only_saved: Collection[str]) -> str:
-    """A line, if some of these names, which only a checkpoint has, are those of experts; else empty."""
-    if not any(_EXPERTS in name for name in only_saved):
+    """A line, if all of these names, which only a checkpoint has, are those of experts; else empty."""
+    if not only_saved or not all(_EXPERTS in name for name in only_saved):
         return ""
     return (
         "the checkpoint has other experts on each rank than this world: a run whose experts are spread over all its"

@@ -7,6 +7,7 @@ mistake: warning of it at every save would leave the whole run without a checkpo
 from __future__ import annotations
 
 import enum
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 
 from ..checkpoint import CheckpointDamaged
 from ..checkpoint.files import write_problem
+
+log = logging.getLogger(__name__)
 
 # What torch's writer, which is C++, says when a disk takes no more.
 _WRITER = re.compile(r"PytorchStreamWriter|inline_container|unexpected pos|basic_ios|iostream error|file write failed")
@@ -94,7 +97,11 @@ def trouble(error: Exception, directory: Path) -> dict[str, Any]:
     if isinstance(error, (OSError, CheckpointDamaged)):
         return {"text": describe(error)}
     found = problem(error, directory)
-    return {} if found is None else found.answer
+    if found is None:
+        return {}
+    if found.cause is not Cause.SURROUNDINGS:
+        log.error("saving below %s failed", directory.name, exc_info=error)  # others hear one line
+    return found.answer
 
 
 def is_fatal(answers: Iterable[Mapping[str, Any]]) -> bool:

@@ -235,8 +235,8 @@ def made_step(turn: Turn, node: Node, step: int) -> bool:
     epoch = turn.open
     if step <= epoch.steps.get(node.name, world_of(turn).resumed_step):
         return False
-    epoch.steps[node.name] = step
     epoch.advance(node.name, step, turn.now, turn.heard)
+    epoch.steps[node.name] = step
     if epoch.first_step_at is None:
         announcements.first_step(turn, world_of(turn))
     return True

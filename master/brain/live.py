@@ -91,7 +91,7 @@ class EpochLife:
     stepped_at: float | None = None
     # An earlier master opened it, and no step is reported yet: the first report may be an old one.
     is_taken_over: bool = False
-    # That first report was about the newest step: it may have been made long before this master heard of it.
+    # So far this master knows the newest step from a node's first report: it may have been made long before.
     heard_late: bool = False
     # When anybody last made progress.
     moved: float = 0.0
@@ -133,7 +133,7 @@ class EpochLife:
         if step <= self.top_step:
             return
         self.top_step = step
-        self.heard_late = self.is_taken_over
+        self.heard_late = self.is_taken_over or (self.heard_late and name not in self.steps)
         if self.is_taken_over:
             self.is_taken_over = False
             return

@@ -98,3 +98,5 @@ def test_experts_that_follow_the_number_of_ranks_are_named(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="has other experts on each rank than this world"):
         load_whole_model(SimpleNamespace(module=layer(1)), directory)
     load_whole_model(SimpleNamespace(module=layer(2)), directory)
+    with pytest.raises(ValueError, match="of another model"):
+        load_whole_model(SimpleNamespace(module=nn.ModuleDict({"other": nn.Linear(2, 2)})), directory)

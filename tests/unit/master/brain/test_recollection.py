@@ -216,6 +216,29 @@ def test_a_survivor_tells_what_it_cost() -> None:
         assert line.endswith("s, lost 9 steps (the master was away)")
 
 
+@pytest.mark.parametrize(
+    ("after", "away"), [([(0, 8), (1, 9)], True), ([(0, 9), (1, 8)], True), ([(0, 8), (1, 9), (0, 10)], False)]
+)
+def test_another_nodes_first_word_is_as_old(after: list[tuple[int, int]], away: bool) -> None:
+    """Survivors of the same loss may have counted one step more or less. Who is heard twice has made it meanwhile."""
+    job = Driven()
+    nodes = job.start(3)
+    nodes[0].step(7)
+    job.restart()
+    for node in nodes:
+        job.event(StreamOpened(node.name, node.incarnation))
+    for number, step in after:
+        nodes[number].step(step)
+    nodes[2].hang_up()
+    job.wait(8)
+    for node in nodes[:2]:
+        node.join()
+    job.wait(8)
+    nodes[0].step(1)
+    (line,) = [line for line in job.notices.splitlines() if "epoch 2" in line]
+    assert ("paused at least" in line, line.endswith("(the master was away)")) == (away, away)
+
+
 @pytest.mark.parametrize("embedded", [False, True], ids=["a service", "embedded"])
 def test_a_job_that_is_stopped_while_its_past_is_read_back_forgets_nothing(embedded: bool) -> None:
     """`dalsegno start`, or the next agent, takes it up above the epochs that agents and manifests remember."""
