@@ -103,7 +103,7 @@ def take(decision: Decision, event: ev.Event) -> None:
         case ev.Remark():
             decision.do(ev.Say(event.text, event.warning))
         case ev.ManifestRead():
-            manifest_read(decision, event)
+            ranks.manifest_read(decision, event)
         case ev.ConversionUpdate():
             conversion_update(decision, event)
         case ev.VerificationMoved():
@@ -378,23 +378,6 @@ def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
             took=event.took,
             flash_saved=state.epoch.flash_step,
             parts=sorted(event.parts or ()),
-        ),
-    )
-
-
-def manifest_read(decision: Decision, event: ev.ManifestRead) -> None:
-    """A seal can be recorded now, or its manifest cannot be read."""
-    state = decision.state
-    state.errands.reading = state.errands.reading - {event.name}
-    seconds = state.took_seconds.get(event.name, 0.0)
-    state.took_seconds = {name: took for name, took in state.took_seconds.items() if name in state.errands.reading}
-    if event.checkpoint is None:
-        decision.do(ev.Say(f"checkpoint {event.name} cannot be recorded: {event.message}", True))
-        return
-    decision.call(
-        "CommitCheckpoint",
-        control_pb2.CommitRequest(
-            caller=decision.caller(event.checkpoint.epoch), checkpoint=event.checkpoint, seconds=seconds
         ),
     )
 

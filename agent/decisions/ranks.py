@@ -80,6 +80,33 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
             epoch.refusals = {**epoch.refusals, event.rank: message.refused.message or "it did not say why"}
 
 
+def manifest_read(decision: Decision, event: ev.ManifestRead) -> None:
+    """A seal can be recorded now, or its manifest cannot be read.
+
+    What is gone is said in the same words each time: after a Ctrl-Z it may be many, and a console says a line once.
+    """
+    state = decision.state
+    state.errands.reading = state.errands.reading - {event.name}
+    seconds = state.took_seconds.get(event.name, 0.0)
+    state.took_seconds = {name: took for name, took in state.took_seconds.items() if name in state.errands.reading}
+    if event.gone:
+        gone = (
+            "what was sealed here is gone from the disk: others recorded it and made room, or went on without it,"
+            " while this node stood still; or somebody deleted it"
+        )
+        decision.do(ev.Say(gone, True))
+        return
+    if event.checkpoint is None:
+        decision.do(ev.Say(f"checkpoint {event.name} cannot be recorded: {event.message}", True))
+        return
+    decision.call(
+        "CommitCheckpoint",
+        control_pb2.CommitRequest(
+            caller=decision.caller(event.checkpoint.epoch), checkpoint=event.checkpoint, seconds=seconds
+        ),
+    )
+
+
 def session_imported(decision: Decision, event: ev.SessionImported) -> None:
     """Tells the master that session() may come, so that it does not take a slow start for a script without one."""
     state, epoch = decision.state, decision.state.epoch

@@ -25,11 +25,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ManifestRead:
-    """A sealed checkpoint as its manifest describes it; None if it cannot be read."""
+    """A sealed checkpoint as its manifest describes it; None if it cannot be read. `gone`: nothing of it is there."""
 
     name: str
     checkpoint: control_pb2.Checkpoint | None
     message: str = ""
+    gone: bool = False
 
 
 @dataclass(frozen=True)

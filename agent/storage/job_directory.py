@@ -40,6 +40,7 @@ from .complaint import Complaint, unwritable
 from .errand import Errand, spawned, submitted
 from .forms import is_form, with_forms
 from .private import PRIVATE, NotPrivateError, check_private, read_private
+from .problems import is_gone
 from .room import prune_replaced
 from .survey import Manifests, Survey, look_at, newest_of, runs_in_order
 
@@ -268,10 +269,11 @@ class Storage:
         """Describes a checkpoint that a worker of this node's epoch has sealed."""
 
         def work() -> None:
+            path = self.directory.run(run_id) / name
             try:
-                manifest = read_sealed(self.directory.run(run_id) / name, digest)
+                manifest = read_sealed(path, digest)
             except (CheckpointDamaged, OSError, ValueError) as error:
-                deliver(ManifestRead(name, None, str(error)))
+                deliver(ManifestRead(name, None, str(error), gone=is_gone(path, error)))
             else:
                 deliver(ManifestRead(name, manifest.to_proto()))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Damage
 from dalsegno.elastic.checkpoint.errors import is_full, printable
 
-__all__ = ["problem_of"]
+__all__ = ["is_gone", "problem_of"]
 
 
 def problem_of(error: Exception) -> str:
@@ -18,3 +21,9 @@ def problem_of(error: Exception) -> str:
             "put a copy there, or leave it out"
         )
     return str(error)
+
+
+def is_gone(path: Path, error: Exception) -> bool:
+    """Whether a checkpoint cannot be read because nothing of it is there, in a run that is."""
+    missing = isinstance(error, CheckpointDamaged) and isinstance(error.__cause__, FileNotFoundError)
+    return missing and os.path.isdir(path.parent) and not os.path.lexists(path)

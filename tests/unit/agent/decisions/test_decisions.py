@@ -408,6 +408,15 @@ def test_a_manifest_that_cannot_be_read_holds_nothing_up() -> None:
     assert kinds(agent.hear(ev.ManifestRead("step-4.e1.1", None, "gone"))) == ["Say", "ReportFinished"]
 
 
+def test_checkpoints_that_are_gone_are_said_in_one_line() -> None:
+    """Behind a Ctrl-Z others have recorded and removed what was sealed meanwhile; a console says equal lines once."""
+    agent = Agent().registered().running()
+    names = ("step-4.e1.1", "step-8.e1.1")
+    said = [agent.hear(ev.ManifestRead(name, None, f"{name}: not there", gone=True)) for name in names]
+    assert said[0] == said[1]
+    assert kinds(said[0]) == ["Say"]
+
+
 def test_what_a_script_does_wrong_is_said() -> None:
     """As it is, and as a warning."""
     agent = Agent().registered().running()

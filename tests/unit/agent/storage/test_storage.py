@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dalsegno.agent.decisions.events import ConversionUpdate, VerificationMoved
+from dalsegno.agent.decisions.events import ConversionUpdate, ManifestRead, VerificationMoved
 from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.processes.proc import start_time
 from dalsegno.agent.standby.standby_pool import StandbyPool
@@ -201,6 +201,25 @@ def test_a_patient_look_becomes_rare(directory: JobDirectory, patient: bool, lon
     assert pauses.over.wait(20)
     storage.close()
     assert pauses.seconds == [min(0.1 * 2**look, longest) for look in range(12)]
+
+
+def test_what_is_gone_is_told_from_what_is_damaged(directory: JobDirectory, storage: Storage) -> None:
+    """Others may have removed a whole checkpoint; one without its manifest is damaged, a missing run says nothing."""
+    told: queue.SimpleQueue[ManifestRead] = queue.SimpleQueue()
+
+    def is_gone(name: str) -> bool:
+        storage.read_manifest("run-0001", name, "d", told.put)
+        read = told.get(timeout=30)
+        assert read.checkpoint is None
+        assert read.message
+        return read.gone
+
+    assert not is_gone("step-3.e1.1")
+    make_checkpoint(directory.run("run-0001"), "step-5.e1.1")
+    assert is_gone("step-3.e1.1")
+    assert not is_gone("step-5.e1.1"), "its digest is another"
+    (directory.run("run-0001") / "step-5.e1.1" / "MANIFEST.json").unlink()
+    assert not is_gone("step-5.e1.1")
 
 
 def test_manifest_and_verification(directory: JobDirectory, storage: Storage) -> None:
