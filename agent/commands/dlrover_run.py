@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -103,6 +104,21 @@ def leave_early(number: int, output: Output) -> NoReturn:
     os._exit(EXIT_LEFT)
 
 
+def say_it_stops(output: Output) -> None:
+    """Says what Ctrl-Z does, while somebody can still read it."""
+    output.console.say(
+        "Ctrl-Z: this agent stands still until `fg`; its workers train on, and nothing that they save is recorded. To"
+        " pause the run, press Ctrl-C, and give the same command later",
+        warning=True,
+    )
+    output.console.flush(_LAST_LINE_SECONDS)
+
+
+def is_at_terminal() -> bool:
+    """Whether somebody could press Ctrl-Z here. Elsewhere SIGTSTP does what it does to any process."""
+    return any(os.isatty(fd) for fd in (0, 1, 2))
+
+
 def run(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.environ) -> int:
     """Runs one agent and returns its exit code (docs/contracts.md). Main thread only.
 
@@ -125,7 +141,8 @@ def run_with_output(arguments: Sequence[str] | None, environ: Mapping[str, str])
         try:
             options = parse(arguments, environ)
             signals = signals_of(options.signals_to_handle)
-            with SignalWatch(signals, lambda number: leave_early(number, output)) as watch:
+            stopping = partial(say_it_stops, output) if is_at_terminal() else None
+            with SignalWatch(signals, partial(leave_early, output=output), stopping=stopping) as watch:
                 return run_checked(options, watch, output)
         except UsageError as error:
             output.console.say(f"error: {error}")

@@ -7,6 +7,7 @@ A Python signal handler runs between two instructions of the main thread, wherev
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
@@ -18,7 +19,7 @@ __all__ = ["SignalWatch", "held_back", "number_of", "signals_of"]
 
 # If these are ignored when we start (by nohup, or a shell for a background job), they are meant to stay so. The other
 # signals are sent to somebody on purpose.
-_MAY_STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGQUIT})
+_MAY_STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP})
 _NOBODY_CAN_HANDLE = frozenset({signal.SIGKILL, signal.SIGSTOP})
 
 
@@ -77,10 +78,18 @@ class SignalWatch:
     Args:
         signals: the signals to watch for.
         first: called with the number on the watch's own thread until the first `to`; it may end the process.
+        stopping: called on that thread before Ctrl-Z stops this process, if SIGTSTP is none of `signals`.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals], first: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        signals: Sequence[signal.Signals],
+        first: Callable[[int], None],
+        *,
+        stopping: Callable[[], None] | None = None,
+    ) -> None:
         self.signals = tuple(signals)
+        self._stopping = None if signal.SIGTSTP in signals else stopping
         self._wanted = frozenset(int(number) for number in signals)
         self._deliver = first
         self._lock = threading.Lock()
@@ -93,7 +102,7 @@ class SignalWatch:
     def __enter__(self) -> SignalWatch:
         self._thread.start()
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in sorted(self._wanted):
+        for number in sorted(self._wanted | ({signal.SIGTSTP} if self._stopping is not None else set())):
             if number in _MAY_STAY_IGNORED and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             self._before[number] = signal.signal(number, _nothing)
@@ -122,7 +131,17 @@ class SignalWatch:
 
     def _read(self) -> None:
         while data := self._reader.recv(64):
-            for number in data:
-                if number in self._wanted:
-                    with self._lock:
-                        self._deliver(number)
+            self._pass_on(data)
+            if self._stopping is not None and signal.SIGTSTP in data:
+                self._stopping()
+                # Not its default action again: only the main thread may set that, and it may be busy.
+                os.kill(os.getpid(), signal.SIGSTOP)
+                # Who pressed Ctrl-Z more than once meanwhile has stopped it once.
+                with contextlib.suppress(BlockingIOError):
+                    self._pass_on(self._reader.recv(64, socket.MSG_DONTWAIT))
+
+    def _pass_on(self, data: bytes) -> None:
+        for number in data:
+            if number in self._wanted:
+                with self._lock:
+                    self._deliver(number)

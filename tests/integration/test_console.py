@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pty
+import select
+import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -50,6 +52,37 @@ def test_nobody_reads(tmp_path: Path, command: list[str], kind: str) -> None:
     assert "line 39999 " in log_of(tmp_path)
     os.close(reader)
     os.close(writer)
+
+
+WAITS = """
+import pathlib, sys, time
+pathlib.Path(sys.argv[1] + ".began").touch()
+while not pathlib.Path(sys.argv[1] + ".may-end").exists():
+    time.sleep(0.05)  # why: it is what a person waits for
+pathlib.Path(sys.argv[1]).touch()
+"""
+
+
+def test_ctrl_z_says_what_it_does(tmp_path: Path, command: list[str]) -> None:
+    """The agent alone stands still, after a line that says so; the worker goes on, and so does the run after `fg`."""
+    (tmp_path / "talks.py").write_text(WAITS)
+    reader, writer = pty.openpty()
+    process = subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, cwd=tmp_path, preexec_fn=os.setpgrp)
+    os.close(writer)
+    eventually(lambda: (tmp_path / "ended.began").exists(), 60)
+    os.kill(process.pid, signal.SIGTSTP)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    shown = b""
+    while select.select([reader], [], [], 1.0)[0]:
+        shown += os.read(reader, 1 << 16)
+    assert b"Ctrl-Z: this agent stands still until `fg`; its workers train on" in shown
+    (tmp_path / "ended.may-end").touch()
+    eventually(lambda: (tmp_path / "ended").exists(), 60)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.wait(60) == 0
+    os.close(reader)
 
 
 # One closed stream alone is half of what both are.

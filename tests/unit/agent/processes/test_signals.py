@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -43,3 +45,42 @@ def test_a_signal_that_cannot_be_handled_is_one_line(names: str) -> None:
     """Bad usage; torch would only log it."""
     with pytest.raises(UsageError, match="signals-to-handle"):
         parse([f"--signals-to-handle={names}", "x.py"], {})
+
+
+STOPS = """
+import os, signal, sys, threading
+from dalsegno.agent.processes.signals import SignalWatch
+ended = threading.Event()
+def stopping():
+    print("stops", flush=True)
+def first(number):
+    print(number, flush=True)
+    ended.set()
+with SignalWatch((signal.SIGTERM,), first, stopping=stopping if sys.argv[1] == "says" else None):
+    print("ready", flush=True)
+    ended.wait()
+"""
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_ctrl_z_is_told_and_stops_once(says: bool) -> None:
+    """The word comes before the stop, pressed twice it stops once, and what came meanwhile is heard behind it."""
+    command = [sys.executable, "-c", STOPS, "says" if says else ""]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=os.setpgrp)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(2):
+            os.kill(process.pid, signal.SIGTSTP)
+            os.kill(process.pid, signal.SIGTSTP)
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status)
+            assert not says or process.stdout.readline() == "stops\n"
+            os.kill(process.pid, signal.SIGCONT)
+            _, status = os.waitpid(process.pid, os.WCONTINUED)
+            assert os.WIFCONTINUED(status)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.communicate(timeout=30)[0] == f"{signal.SIGTERM:d}\n"
+    finally:
+        process.kill()
+        process.communicate()
