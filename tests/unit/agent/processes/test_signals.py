@@ -48,11 +48,13 @@ def test_a_signal_that_cannot_be_handled_is_one_line(names: str) -> None:
 
 
 STOPS = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 from dalsegno.agent.processes.signals import SignalWatch
 ended = threading.Event()
 def stopping():
     print("stops", flush=True)
+    os.kill(os.getpid(), signal.SIGTSTP)
+    time.sleep(0.2)  # the main thread takes it
 def first(number):
     print(number, flush=True)
     ended.set()
@@ -71,7 +73,6 @@ def test_ctrl_z_is_told_and_stops_once(says: bool) -> None:
     try:
         assert process.stdout.readline() == "ready\n"
         for _ in range(2):
-            os.kill(process.pid, signal.SIGTSTP)
             os.kill(process.pid, signal.SIGTSTP)
             _, status = os.waitpid(process.pid, os.WUNTRACED)
             assert os.WIFSTOPPED(status)
