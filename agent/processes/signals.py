@@ -134,11 +134,11 @@ class SignalWatch:
             self._pass_on(data)
             if self._stopping is not None and signal.SIGTSTP in data:
                 self._stopping()
-                # Not its default action again: only the main thread may set that, and it may be busy.
-                os.kill(os.getpid(), signal.SIGSTOP)
                 # Who pressed Ctrl-Z more than once meanwhile has stopped it once.
                 with contextlib.suppress(BlockingIOError):
                     self._pass_on(self._reader.recv(64, socket.MSG_DONTWAIT))
+                # Not its default action again: only the main thread may set that, and it may be busy.
+                os.kill(os.getpid(), signal.SIGSTOP)
 
     def _pass_on(self, data: bytes) -> None:
         for number in data:
