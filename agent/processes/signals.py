@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["SignalWatch", "held_back", "number_of", "signals_of"]
+from dalsegno.protos.processes import stat_fields
+
+__all__ = ["SignalWatch", "can_be_continued", "held_back", "number_of", "signals_of"]
 
 # If these are ignored when we start (by nohup, or a shell for a background job), they are meant to stay so. The other
 # signals are sent to somebody on purpose.
@@ -66,6 +68,21 @@ def held_back(signals: Iterable[int]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def can_be_continued() -> bool:
+    """Whether a shell can continue this process after a Ctrl-Z.
+
+    Otherwise the kernel ignores it: no ancestor is in the same session and in another group, as with `ssh -t` and in a
+    container.
+    """
+    group, session, pid = str(os.getpgrp()), str(os.getsid(0)), os.getppid()
+    with contextlib.suppress(OSError):
+        while pid and (fields := stat_fields(pid)):
+            if fields[2] != group:
+                return fields[3] == session
+            pid = int(fields[1])
+    return False
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
@@ -132,7 +149,7 @@ class SignalWatch:
     def _read(self) -> None:
         while data := self._reader.recv(64):
             self._pass_on(data)
-            if self._stopping is not None and signal.SIGTSTP in data:
+            if self._stopping is not None and signal.SIGTSTP in data and can_be_continued():
                 self._stopping()
                 # Who pressed Ctrl-Z more than once meanwhile has stopped it once.
                 with contextlib.suppress(BlockingIOError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -85,3 +86,28 @@ def test_ctrl_z_is_told_and_stops_once(says: bool) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("behind", ["", "; true"], ids=["alone", "below a script"])
+def test_where_nobody_can_continue_it_ctrl_z_does_nothing(behind: str) -> None:
+    """As the kernel has it for a session's first processes: those of `ssh -t`, of `docker run`, of a window."""
+    command = ["bash", "-c", shlex.join([sys.executable, "-c", STOPS, "says"]) + behind]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, signal.SIGTSTP)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.communicate(timeout=30)[0] == f"{signal.SIGTERM:d}\n"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_below_a_script_of_a_shells_job_it_can_be_continued() -> None:
+    """The script is in its group, and the script's parent, a shell, is not."""
+    code = "from dalsegno.agent.processes.signals import can_be_continued; print(can_be_continued())"
+    for grouped, answer in ((os.setpgrp, "True"), (os.setsid, "False")):
+        line = ["bash", "-c", f"{shlex.join([sys.executable, '-c', code])}; true"]
+        done = subprocess.run(line, preexec_fn=grouped, capture_output=True, text=True, timeout=30, check=True)
+        assert done.stdout.strip() == answer
