@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..rank.collective import Collective
-from .save_errors import Cause, Failed, is_fatal, is_mistake, problem
+from .save_errors import Cause, Failed, is_fatal, is_mistake, told
 
 if TYPE_CHECKING:
     from .sealing import Sealing
-
-log = logging.getLogger(__name__)
 
 TOLD_OTHERWISE = "the ranks were told to save different things"
 
@@ -34,13 +31,10 @@ class Answers:
         The error then forgets what it came through: that may hold a file open, and in memory what is deleted so stays
         there.
         """
-        found = problem(error, path)
-        if found is None or error is None:
-            return {}
-        if found.cause is not Cause.SURROUNDINGS:
-            log.error("writing %s failed", path.name, exc_info=error)
-        error.__traceback__ = None
-        return dict(found.answer)
+        said = told(error, path)
+        if error is not None:
+            error.__traceback__ = None
+        return said
 
     def agree_on_end(self, sealing: Sealing, error: BaseException | None, path: Path, *, seconds: float) -> str:
         """What all ranks take a save for that their threads seal: if one knows that it is sealed, it is. Collective.

@@ -94,6 +94,10 @@ class ResumePoint:
         self.wait()
         return self.universal_at
 
+    def lists(self, name: str) -> bool:
+        """Whether the checkpoint has a file of this name."""
+        return any(entry.path == name for entry in self.manifest.files)
+
     def wait(self) -> None:
         """Waits until all ranks have verified the files.
 

@@ -96,11 +96,16 @@ def trouble(error: Exception, directory: Path) -> dict[str, Any]:
     """
     if isinstance(error, (OSError, CheckpointDamaged)):
         return {"text": describe(error)}
+    return told(error, directory)
+
+
+def told(error: BaseException | None, directory: Path) -> dict[str, Any]:
+    """What a rank tells the others of an error, if it had one: one line. Of a mistake its own log has more."""
     found = problem(error, directory)
     if found is None:
         return {}
     if found.cause is not Cause.SURROUNDINGS:
-        log.error("saving below %s failed", directory.name, exc_info=error)  # others hear one line
+        log.error("writing %s failed", directory.name, exc_info=error)
     return found.answer
 
 

@@ -269,7 +269,7 @@ def read_saved(resume: ResumePoint, name: str) -> Any:
         OSError: It has, and this rank does not see it. Another start may.
     """
     path = resume.path / name
-    if name not in {entry.path for entry in resume.manifest.files}:
+    if not resume.lists(name):
         return read_tensors(path)
     try:
         return _read(path)

@@ -336,7 +336,7 @@ def _said(place: Position) -> str:
 
 def _saved(resume: ResumePoint, rank: int, world_size: int, what: str) -> Any:
     check_loaders(resume.manifest, world_size)
-    if file_name(rank) not in {entry.path for entry in resume.manifest.files}:
+    if not resume.lists(file_name(rank)):
         raise ValueError(
             f"{resume.ref.name} was saved without the state of a data loader, so {what} would begin anew: go on with "
             "the data that it was trained on, or start a new run"

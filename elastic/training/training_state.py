@@ -288,7 +288,7 @@ class TrainingState:
             load_part(part, kept[name]["state"])
 
     def _load_unlisted(self, resume: ResumePoint) -> None:
-        if any(entry.path == UNLISTED_FILE for entry in resume.manifest.files):
+        if resume.lists(UNLISTED_FILE):
             self._unlisted.load(read_saved(resume, UNLISTED_FILE)["buffers"])
 
     def load(self, *, cast: bool = False, other_schedule: bool = False, weights_only: bool = False) -> bool:

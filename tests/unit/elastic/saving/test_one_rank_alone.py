@@ -43,7 +43,13 @@ def saved(saver: Saver, group: Threads) -> Manifest | None:
     return saver.save(content(), writes(group.rank), create_directory=True, drain=False)
 
 
-# Who raises: in what, which it has for its own; and which rank that is.
+def held(saver: Saver, group: Threads) -> Any:
+    """Saves in memory, beside the training."""
+    saver.begin(content(), background(lambda: files_of(group.rank)), lambda: None, drain=False, in_memory=True)
+    return saver.settle()
+
+
+# What raises, and on which rank.
 PLACES = [
     (saving, "list_files", 0),
     (saving, "checksums", 1),
@@ -100,15 +106,11 @@ def test_one_node_cannot_seal_in_memory(
             raise error
         seal(self, *args)
 
-    def one(saver: Saver, group: Threads) -> Any:
-        saver.begin(content(), background(lambda: files_of(group.rank)), lambda: None, drain=False, in_memory=True)
-        return saver.settle()
-
     with monkeypatch.context() as patch:
         patch.setattr(tiers.Memory, "seal", fails)
-        assert job.run(one) == [None, None]
+        assert job.run(held) == [None, None]
     assert f"{error} (rank 1)" in caplog.text
-    first, second = job.run(one)
+    first, second = job.run(held)
     assert first == second
     assert first is not None
 
@@ -151,12 +153,8 @@ def test_who_did_not_hear_the_end_tells_what_it_has_sealed(tmp_path: Path, monke
             raise RuntimeError("the store is gone")
         return heard(self, name)
 
-    def one(saver: Saver, group: Threads) -> Any:
-        saver.begin(content(), background(lambda: files_of(group.rank)), lambda: None, drain=False, in_memory=True)
-        return saver.settle()
-
     monkeypatch.setattr(Sealing, "_heard", hears)
     monkeypatch.setattr(Manifest, "read", lambda path: pytest.fail("it is read"))
-    first, second = job.run(one)
+    first, second = job.run(held)
     assert first == second
     assert [agent.of("sealed")[0].name for agent in job.agents] == ["step-5.e3.1"] * 2
