@@ -170,7 +170,10 @@ def test_a_planted_bug_is_seen(name: str) -> None:
             found.add(simulate(seed).name)
             if found & plant.caught:
                 return
-    pytest.fail(f"{plant.seeds} schedules show only {sorted(found - {''})}, not {sorted(plant.caught)}")
+    shown = (
+        f"{plant.seeds} schedules from {plant.first} on show only {sorted(found - {''})}, not {sorted(plant.caught)}"
+    )
+    pytest.fail(f"{shown}: start nearer to one that does (Plant.first), or plant the bug where it does harm")
 
 
 def _is_seen(plant: Plant, mode: str, suiting: Iterator[int]) -> None:

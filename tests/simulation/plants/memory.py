@@ -267,7 +267,7 @@ def slowly_copied(plan: Plan) -> bool:
 
 MEMORY_PLANTS: dict[str, Plant] = dict(
     [
-        plant(replication, "settle", sends_one_step_for_ever, "the next step is sent", suits=in_memory),
+        plant(replication, "settle", sends_one_step_for_ever, "the next step is sent", suits=in_memory, first=360),
         plant(Common, "write", tells_no_change_of_what_is_written, "directives are told", suits=in_memory),
         plant(
             memory,
@@ -315,7 +315,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             looks_for_nothing,
             "no held step is skipped",
             suits=lambda plan: plan.forgetful,
-            first=420,
+            first=6040,
         ),
         plant(places, "of_members", forgets_the_buddies, "parts have copies", suits=by_place),
         plant(
