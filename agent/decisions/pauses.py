@@ -8,6 +8,7 @@ are never negative, and their sum is the pause, whatever overlaps.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -68,29 +69,48 @@ def _of_one_clock(marks: Sequence[Mark]) -> Iterator[WorldChange]:
     for one in filter(_is_step, marks):
         began[one.run] = min(one.at, began.get(one.run, one.at))
     for run in sorted(began, key=lambda run: began[run]):
-        own = [one for one in marks if one.run == run or not (one.run or _is_step(one))]
-        epochs = sorted({one.epoch for one in own if _is_step(one)})
-        for before, after in pairwise(epochs):
-            yield replace(_pause(own, before, after), run=run)
+        history = _History(one for one in marks if one.run == run or not (one.run or _is_step(one)))
+        for before, after in pairwise(history.epochs):
+            yield replace(_pause(history, before, after), run=run)
 
 
 def _is_step(one: Mark) -> bool:
     return one.name == STEP and one.rank >= 0 and one.epoch > 0
 
 
-def _pause(marks: Sequence[Mark], before: int, after: int) -> WorldChange:
-    old = [one for one in marks if _is_step(one) and one.epoch == before]
-    new = [one for one in marks if _is_step(one) and one.epoch == after]
-    firsts = {process: _first(new, process) for process in {one.process for one in new}}
+class _History:
+    """The marks of one run, found by epoch and by time: there may be thousands of epochs, each with many."""
+
+    def __init__(self, marks: Iterable[Mark]) -> None:
+        self._marks = sorted(marks, key=lambda one: one.at)
+        self._times = [one.at for one in self._marks]
+        self._of: dict[int, list[Mark]] = {}
+        for one in self._marks:
+            self._of.setdefault(one.epoch, []).append(one)
+        # Those that made a step.
+        self.epochs = sorted(epoch for epoch, own in self._of.items() if any(map(_is_step, own)))
+
+    def of(self, epoch: int) -> Sequence[Mark]:
+        return self._of[epoch]
+
+    def between(self, began: float, ended: float) -> Sequence[Mark]:
+        """Those after ``began``, up to ``ended``."""
+        return self._marks[bisect_right(self._times, began) : bisect_right(self._times, ended)]
+
+
+def _pause(history: _History, before: int, after: int) -> WorldChange:
+    former = history.of(before)
+    old = [one for one in former if _is_step(one)]
+    firsts = _firsts(history.of(after))
     last, ended = max(one.at for one in old), max(one.at for one in firsts.values())
-    stopping = [one.at for one in marks if one.name == "stopping" and one.epoch == before]
-    sealed = any(one.name == "sealed" and _counts(one, before) and last <= one.at <= ended for one in marks)
-    told = None if stopping else _told(marks, before, last)
+    stopping = [one.at for one in former if one.name == "stopping"]
+    sealed = any(one.name == "sealed" and _counts(one, before) and last <= one.at <= ended for one in former)
+    told = None if stopping else _told(former, last)
     began, ends = last, [("noticed", min(stopping))] if stopping else []
     if told is not None:
         began = max((one.at for one in old if one.at <= told), default=told)
         ends = [("noticed", told), ("step finished", last)]
-    during = [one for one in marks if began < one.at <= ended]
+    during = history.between(began, ended)
     for name in _OF_THE_OLD:
         ends += _latest(name, (one for one in during if one.name == name and _counts(one, before)))
     ends += _latest("formed", (one for one in during if one.name == "formed" and one.epoch == after))
@@ -102,16 +122,20 @@ def _pause(marks: Sequence[Mark], before: int, after: int) -> WorldChange:
     return WorldChange(after, planned, began, ended, len(firsts), lost, _parts(began, ended, ends))
 
 
-def _first(steps: Iterable[Mark], process: str) -> Mark:
-    return min((one for one in steps if one.process == process), key=lambda one: one.at)
+def _firsts(marks: Iterable[Mark]) -> dict[str, Mark]:
+    """Each process's first step, of marks in order of time."""
+    firsts: dict[str, Mark] = {}
+    for one in filter(_is_step, marks):
+        firsts.setdefault(one.process, one)
+    return firsts
 
 
-def _told(marks: Sequence[Mark], epoch: int, last: float) -> float | None:
+def _told(marks: Iterable[Mark], last: float) -> float | None:
     """When the first rank was told of the change before the world's last step; None: by a signal, or not at all."""
     newest: dict[str, float] = {}
     for one in marks:
         # An earlier change may have been withdrawn: take each process's newest mark.
-        if one.epoch == epoch and one.name == "told" and one.at <= last:
+        if one.name == "told" and one.at <= last:
             newest[one.process] = max(one.at, newest.get(one.process, one.at))
     return min(newest.values(), default=None)
 

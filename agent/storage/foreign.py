@@ -5,9 +5,10 @@ Only names are read here; nothing is opened, no link is followed. `layouts` tell
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +41,9 @@ COUNTED = (DEEPSPEED, TRANSFORMERS)
 # The most entries that are looked at, and the most directories in each other.
 MOST_ENTRIES = 100_000
 DEEPEST = 12
+# Of directories that differ in a number only, so many of the largest numbers are looked into: a run of weeks keeps
+# thousands, and only the newest counts. More than `adoption.MOST_MEMBERS`.
+NEWEST = 32
 # What names of ours in the script's directory begin with.
 OURS = ".dalsegno"
 # The most bytes of a note, which names a checkpoint.
@@ -138,7 +142,7 @@ class _Walk:
         self._place(where, self._scan(where), depth)
 
     def _place(self, where: str, names: _Names, depth: int) -> None:
-        for name in names.directories:
+        for name in _newest(names.directories):
             if depth < DEEPEST and not name.startswith((".", "__pycache__")) and name != "wandb":
                 self._directory(f"{where}{name}", depth + 1)
         data: dict[str, int] = {}
@@ -189,7 +193,10 @@ class _Walk:
                 for entry in entries:
                     self._left -= 1
                     if self._left < 0:
-                        raise TooMany(f"there are more than {MOST_ENTRIES:,} files: name the checkpoints")
+                        raise TooMany(
+                            f"there are more than {MOST_ENTRIES:,} files there, so nothing that the script saves is "
+                            "taken: have it save to a directory of its own, or delete old ones"
+                        )
                     self._sort(names, entry, where)
         except FileNotFoundError:
             if not where:
@@ -209,6 +216,17 @@ class _Walk:
             names.directories.append(entry.name)
         elif entry.is_file(follow_symlinks=False):
             names.files.append(entry)
+
+
+def _newest(directories: Sequence[str]) -> list[str]:
+    """Those without a number, and of each series those with the largest numbers."""
+    series: dict[str, set[int]] = {}
+    numbers = {name: number_of(name, directory=True) for name in directories}
+    for name, number in numbers.items():
+        if number is not None:
+            series.setdefault(series_of(name), set()).add(number)
+    newest = {key: set(heapq.nlargest(NEWEST, own)) for key, own in series.items()}
+    return [name for name, number in numbers.items() if number is None or number in newest[series_of(name)]]
 
 
 def _is_note(entry: os.DirEntry[str]) -> bool:

@@ -76,7 +76,7 @@ class Plant:
 
 @contextlib.contextmanager
 def planted(plant: Plant) -> Iterator[None]:
-    """While it lasts, the bug is there, wherever the functions were imported to."""
+    """While it lasts, the bug is there, wherever the functions were imported to, or stand in a table."""
     with contextlib.ExitStack() as stack:
         for owner, name, replace in ((plant.owner, plant.name, plant.replace), *plant.also):
             original = getattr(owner, name)
@@ -84,8 +84,13 @@ def planted(plant: Plant) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, replacement))
             for where, module in list(sys.modules.items()):
                 ours = where.startswith(("dalsegno.master", "dalsegno.agent"))
-                if ours and getattr(module, name, None) is original:
+                if not ours:
+                    continue
+                if getattr(module, name, None) is original:
                     stack.enter_context(mock.patch.object(module, name, replacement))
+                for table in [one for one in vars(module).values() if isinstance(one, dict)]:
+                    if held := {key: replacement for key, value in table.items() if value is original}:
+                        stack.enter_context(mock.patch.dict(table, held))
         yield
 
 
@@ -616,6 +621,10 @@ def makes_files_beside(plan: Plan) -> bool:
     return plan.reshards and plan.settings.universal_checkpoint and not plan.settings.universal_gate
 
 
+def slowly_read(plan: Plan) -> bool:
+    return plan.slow_disk
+
+
 def refuses(plan: Plan) -> bool:
     """Some rank refuses, or all do."""
     return any(name in ("refusing_node", "changed_script") for _, name in plan.happenings)
@@ -669,7 +678,7 @@ PLANTS: dict[str, Plant] = dict(
             forgets_what_is_owed_at_a_restart,
             "universal files at each change",
             suits=lambda plan: makes_files_beside(plan) and any("crash" in name for _, name in plan.happenings),
-            first=2481,
+            first=5390,
         ),
         plant(
             checkpoints,
@@ -692,7 +701,7 @@ PLANTS: dict[str, Plant] = dict(
         ),
         plant(conversion, "check_owner", never_replaces_a_converter, "liveness", kind="convert", first=142),
         plant(conversion, "report", counts_only_files, "who moves keeps the lease", kind="convert"),
-        plant(conversion, "verified", hears_only_verdicts, "liveness", kind="disk", first=233),
+        plant(conversion, "verified", hears_only_verdicts, "liveness", kind="disk", suits=slowly_read, first=190),
         plant(conversion, "verify_pause", asks_for_a_verdict_only_twice, "liveness", kind="disk", first=1547),
         plant(running, "stalled", never_sees_a_stall, "liveness", kind="crashes"),
         plant(running, "stalled", counts_the_finished_as_at_work, "liveness", kind="crashes", first=2100),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,12 +13,12 @@ from dalsegno.agent.decisions.pauses import PARTS, WorldChange, pauses
 from dalsegno.protos.trace import Mark
 
 
-def at(time: float, name: str, process: str = "w0", *, rank: int = 0, epoch: int = 1, step: int = -1) -> Mark:
-    return Mark(time, name, process, "clock", "n0", rank, epoch, step)
+def at(when: float, name: str, process: str = "w0", *, rank: int = 0, epoch: int = 1, step: int = -1) -> Mark:
+    return Mark(when, name, process, "clock", "n0", rank, epoch, step)
 
 
-def agent(time: float, name: str, *, epoch: int = 1) -> Mark:
-    return at(time, name, "agent", rank=-1, epoch=epoch)
+def agent(when: float, name: str, *, epoch: int = 1) -> Mark:
+    return at(when, name, "agent", rank=-1, epoch=epoch)
 
 
 # Two ranks, of which the second is a newcomer.
@@ -140,3 +141,16 @@ def test_whatever_the_marks_the_parts_sum() -> None:
             marks.append(at(draw.uniform(-10, 120), draw.choice(names), process, rank=rank, epoch=epoch))
         found = only(sorted(marks, key=lambda one: one.at))
         assert (found.ended, found.began <= 0.0) == (100.0, True), seed
+
+
+def test_a_run_of_thousands_of_epochs() -> None:
+    """The time grows with the marks, not with their square: each change looks at its own epochs."""
+    marks = [
+        at(10.0 * epoch + number, "step", f"w{epoch}", epoch=epoch, step=10 * epoch + number)
+        for epoch in range(1, 8_001)
+        for number in range(6)
+    ]
+    began = time.monotonic()
+    assert len(pauses(marks)) == 7_999
+    # Some tenths of a second; it was minutes.
+    assert time.monotonic() - began < 30

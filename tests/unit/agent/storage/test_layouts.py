@@ -179,6 +179,23 @@ def test_thousands_of_files_are_looked_at_and_millions_are_not(tmp_path: Path, m
         survey(tmp_path)
 
 
+@pytest.mark.parametrize("pattern", ["", "checkpoint-*"])
+def test_of_a_run_of_weeks_the_newest_are_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    """However many there are, with whatever in them: a script without a session deletes none."""
+    monkeypatch.setattr(foreign, "MOST_ENTRIES", 400)
+    for number in range(10, 410, 10):
+        files(tmp_path, [f"checkpoint-{number}/{name}" for name in (*"abcdefgh", "model.safetensors", "rng_state.pth")])
+    found = survey(tmp_path, pattern)
+    assert [unit.number for unit in found.series()[0]] == list(range(400, 400 - 10 * foreign.NEWEST, -10))
+    # What ranks save beside one another is one checkpoint of several parts.
+    for rank in range(40):
+        files(tmp_path / "parts", [f"rank{rank}_step{step}/model.pt" for step in (1, 2)])
+    ranks = [units for units in survey(tmp_path / "parts").series() if units[0].number is not None]
+    assert sum(map(len, ranks)) == 80
+
+
 class _OfTheirs:
     """Settings of the script's own, which nobody else can unpickle."""
 
