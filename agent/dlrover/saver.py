@@ -31,6 +31,8 @@ __all__ = ["NodeSaver"]
 _ANSWERS_WITHIN_SECONDS = 10.0
 _FREEZES_WITHIN_SECONDS = 35.0
 _ENDS_WITHIN_SECONDS = 5.0
+# For the thread that reads, where an answer has come and this process stood still until its time was over.
+_READS_WITHIN_SECONDS = 1.0
 # Seconds between two questions whether it is done; it must twice in a row be.
 _ASK_EVERY_SECONDS = 0.1
 # Deaths of savers in one world after which there is a reason to give up.
@@ -82,7 +84,10 @@ class NodeSaver:
         self._calm_since = 0.0
         self._news = threading.Condition()
         self._number = 0
-        self._answer: dict[str, Any] = {}
+        # What the companion said since the last order, by the number of the order that it answers.
+        self._answers: dict[int, dict[str, Any]] = {}
+        # The companion that was ended because it did not answer.
+        self._silent: subprocess.Popen[str] | None = None
         self._up = self._closed = False
         self._epoch = 0
         # The last world's order, and what its workers have asked for; how often a saver has died in it.
@@ -224,7 +229,7 @@ class NodeSaver:
                 if "made" in said and self._process is process:
                     self._made = said["made"]
                 if "answers" in said:
-                    self._answer = said
+                    self._answers[said["answers"]] = said
                 self._news.notify_all()
         code = process.wait()
         with self._news:
@@ -233,6 +238,8 @@ class NodeSaver:
             self._news.notify_all()
         if lost and not told:
             how = killed_by(-code) if code < 0 else f"ended with code {code}"
+            if self._silent is process:
+                how = "did not answer in time, and was ended"
             self._follow(process, how)
 
     def _follow(self, dead: subprocess.Popen[str], how: str) -> None:
@@ -273,23 +280,33 @@ class NodeSaver:
         try:
             self._number += 1
             number = self._number
+            with self._news:
+                # One to an earlier order may still come, beside the one that is waited for.
+                self._answers.clear()
             try:
                 process.stdin.write(json.dumps({**order, "number": number}) + "\n")
                 process.stdin.flush()
             except (OSError, ValueError):
                 return {}
-            with self._news:
-                self._news.wait_for(
-                    lambda: self._answer.get("answers") == number or self._closed or process.poll() is not None,
-                    max(0.0, last - time.monotonic()) if busy else timeout_seconds,
-                )
-                answer = self._answer if self._answer.get("answers") == number else {}
+            answer = self._await(process, number, max(0.0, last - time.monotonic()) if busy else timeout_seconds)
+            if not answer and timeout_seconds and not busy:
+                # This process may have stood still itself: the answer is there, but not read yet.
+                answer = self._await(process, number, _READS_WITHIN_SECONDS)
         finally:
             self._asking.release()
         if not answer and timeout_seconds and not self._closed and order["do"] not in ("save", "busy"):
             logger.error("the saver of Flash Checkpoint does not answer (%s)", order["do"])
+            self._silent = process
             self._end(process)
         return answer
+
+    def _await(self, process: subprocess.Popen[str], number: int, timeout_seconds: float) -> dict[str, Any]:
+        """The answer to an order; empty if none comes."""
+        with self._news:
+            self._news.wait_for(
+                lambda: number in self._answers or self._closed or process.poll() is not None, timeout_seconds
+            )
+            return self._answers.get(number, {})
 
     def _end(self, process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(ProcessLookupError):

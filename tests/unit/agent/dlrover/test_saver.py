@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import subprocess
 import threading
 import time
@@ -22,7 +23,7 @@ def saver_of(process: Any) -> NodeSaver:
     saver._process, saver._lifeline = process, MagicMock()
     saver._asking, saver._settling, saver._news = threading.Lock(), threading.Lock(), threading.Condition()
     saver._calm_since = 0.0
-    saver._number, saver._answer = 0, {}
+    saver._number, saver._answers, saver._silent = 0, {}, None
     saver._up, saver._closed = True, False
     return saver
 
@@ -42,7 +43,8 @@ class Companion:
     def _write(self, line: str) -> None:
         answer = self.answers.pop(0) if self.answers else None
         if answer is not None:
-            self.saver._answer = {**answer, "answers": json.loads(line)["number"]}
+            number = json.loads(line)["number"]
+            self.saver._answers[number] = {**answer, "answers": number}
 
     def poll(self) -> int | None:
         return -9 if self.killed else None
@@ -162,3 +164,66 @@ def test_the_wait_for_another_order_counts(companion: Any) -> None:
         assert time.monotonic() - began < 10
     with one.saver._settling:
         assert not one.saver.settle(0.2)
+
+
+class Talking(Companion):
+    """A companion whose lines the saver's own thread reads; `say` makes the answers to an order from its number."""
+
+    def __init__(self, say: Callable[[int], list[dict[str, Any]]]) -> None:
+        super().__init__([])
+        self._say = say
+        self.saver = saver_of(self)
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self.stdout = iter(self._lines.get, None)
+
+    def _write(self, line: str) -> None:
+        for said in self._say(json.loads(line)["number"]):
+            self._lines.put(json.dumps(said))
+
+    def end(self) -> None:
+        self.saver._closed = True
+        self._lines.put(None)
+
+
+def test_a_late_answer_does_not_hide_the_one_that_is_waited_for() -> None:
+    """A save that outlived its time may answer just behind the order that came after it: the saver was ended then."""
+    one = Talking(lambda number: [{"answers": number, "step": 7}, {"answers": number - 1}])
+    one.saver._number = 4
+    reader = threading.Thread(target=one.saver._read, args=(one,))
+    reader.start()
+    try:
+        for _ in range(50):
+            assert one.saver._ask({"do": "world"}, 10.0)["step"] == 7
+    finally:
+        one.end()
+        reader.join(30)
+    assert not one.killed
+
+
+def test_an_answer_that_lies_unread_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent itself was stopped until the time was over, and its thread has not read it yet."""
+    monkeypatch.setattr(savers, "_READS_WITHIN_SECONDS", 30.0)
+    one = Talking(lambda number: [{"answers": number, "step": 7}])
+    reader = threading.Timer(0.3, one.saver._read, args=(one,))
+    reader.start()
+    try:
+        assert one.saver._ask({"do": "world"}, 0.01)["step"] == 7
+    finally:
+        one.end()
+        reader.join(30)
+
+
+def test_who_is_ended_for_its_silence_was_not_killed_by_somebody(companion: Any) -> None:
+    """The line for the user tells what happened."""
+    one = companion([])
+    one.saver._ask({"do": "world"}, 0.01)
+    assert one.killed
+    lines: list[str] = []
+    one.stdout = iter(())
+    one.saver._log, one.saver._deaths, one.saver._made = "saver.log", 0, None
+    one.saver._starting, one.saver._say = threading.RLock(), lambda text, warning: lines.append(text)
+    one.saver._read(one)
+    assert lines == [
+        "the saver of Flash Checkpoint did not answer in time, and was ended: nothing is saved until the next change "
+        "of the world, which starts another one; more in saver.log"
+    ]
