@@ -14,13 +14,13 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 from dalsegno.protos import processes
 from dalsegno.protos.addresses import ADDRESS, host_and_port
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, Variable
+from dalsegno.protos.log_file import LogFile
 from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 from dalsegno.protos.shortage import prove_room, shortage
 from dalsegno.protos.text import one_line
@@ -47,8 +47,6 @@ log = logging.getLogger(__name__)
 
 # The most characters of one message in the log.
 LONGEST_MESSAGE = 4000
-# Bytes of the log; one older file is kept beside it.
-LARGEST_LOG_BYTES = 10_000_000
 # Seconds between two tries to read a store that is away.
 STORE_PAUSE_SECONDS = 1.0
 # Seconds that a member of etcd, and all of them, have for an answer about who leads: less than the key lasts.
@@ -354,16 +352,10 @@ class _Formatter(logging.Formatter):
         return "\n".join("    " + one_line(line) if line.startswith(" ") else one_line(line) for line in lines)
 
 
-def _log_to(file: Path) -> logging.Handler:
-    return RotatingFileHandler(
-        file, maxBytes=LARGEST_LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace"
-    )
-
-
 def _set_up_logging(log_file: Path | None, job_id: str) -> None:
     """The master's own log; without --log-file only what needs attention, on stderr."""
     try:
-        handler = StderrHandler() if log_file is None else _log_to(log_file)
+        handler = StderrHandler() if log_file is None else LogFile(log_file, program="dlrover-master")
     except OSError as error:
         raise UsageError(f"cannot write the log file {log_file}: {error.strerror or error}") from error
     handler.setFormatter(_Formatter(f"%(asctime)sZ %(levelname)s [{job_id}/master] %(message)s"))

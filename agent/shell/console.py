@@ -5,21 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
 
+from dalsegno.protos.log_file import LogFile
 from dalsegno.protos.outlet import Outlet
 from dalsegno.protos.text import one_line
 
-__all__ = ["LARGEST_LOG_BYTES", "LogFile", "RunConsole", "log_torch", "make_log_dir", "set_up_logging"]
-
-# Bytes of a log file; one older file is kept beside it.
-LARGEST_LOG_BYTES = 10_000_000
+__all__ = ["RunConsole", "log_torch", "make_log_dir", "set_up_logging"]
 
 # The most characters of one line.
 _LONGEST = 4000
@@ -73,34 +68,6 @@ class _Where(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.where = self._where()
         return True
-
-
-class LogFile(RotatingFileHandler):
-    """A log of at most twice `LARGEST_LOG_BYTES` bytes.
-
-    If it cannot be written (a full disk), that is said once, instead of a traceback for every line. A path that is not
-    UTF-8 is written as Python shows it: `\\udce9`.
-
-    Args:
-        path: of the file.
-        say: gets the line that it cannot be written; default: to standard error.
-    """
-
-    _told = False
-
-    def __init__(self, path: Path, say: Callable[[str], object] | None = None, **options: Any) -> None:
-        self._say = say or (lambda line: print(line, file=sys.stderr))
-        options = {"errors": "backslashreplace", **options}
-        super().__init__(path, maxBytes=LARGEST_LOG_BYTES, backupCount=1, encoding="utf-8", **options)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._told:
-            self._told = True
-            reason = error.strerror or error
-            self._say(f"dlrover-run: warning: the log {self.baseFilename} cannot be written: {reason}")
 
 
 def make_log_dir(given: str | None, job_id: str) -> Path:

@@ -16,10 +16,11 @@ import threading
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from dalsegno.protos.log_file import LogFile
 from dalsegno.protos.outlet import Outlet
 from dalsegno.protos.ready import first_readable
 
-from .console import LogFile, RunConsole
+from .console import RunConsole
 
 __all__ = ["Output"]
 

@@ -47,8 +47,6 @@ def own_handler() -> StderrHandler | None:
 
 def say_last(text: str) -> None:
     """Says on stderr why this process ends, behind all that was logged there."""
-    log = own_handler()
-    if log is not None:
-        log.say(text, FLUSH_SECONDS)
-    else:
-        print(text, file=sys.stderr)
+    log = own_handler() or StderrHandler()
+    log.say(text, FLUSH_SECONDS)
+    log.flush()

@@ -56,7 +56,7 @@ def test_a_path_that_is_not_utf8_is_logged(tmp_path: Path, capfd: pytest.Capture
 
 def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an agent that runs for months the last of it is kept; what it says of each event is left out."""
-    monkeypatch.setattr("dalsegno.agent.shell.console.LARGEST_LOG_BYTES", 10_000)
+    monkeypatch.setattr("dalsegno.protos.log_file.LARGEST_LOG_BYTES", 10_000)
     logger = logging.getLogger("test.bounded")
     set_up_logging(tmp_path / "agent.log", lambda: "here", names=("test.bounded",))
     for number in range(1000):

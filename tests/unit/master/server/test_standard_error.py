@@ -10,11 +10,12 @@ from dalsegno.protos.contract import MASTER_HUNG
 
 LOGS = """
 import logging, sys
+from pathlib import Path
 from dalsegno.master import cli, serving
 from dalsegno.master.record.store import StoreError
 from dalsegno.master.server.watchdog import Watchdog
 
-cli._set_up_logging(None, "job")
+cli._set_up_logging(Path(sys.argv[3]) if sys.argv[3:] else None, "job")
 for number in range(int(sys.argv[1])):
     logging.getLogger("dalsegno.master.brain").warning("vm-%d was lost", number)
 if sys.argv[2] == "hangs":
@@ -38,8 +39,8 @@ def full_pipe() -> tuple[int, int]:
     return reader, writer
 
 
-def run(count: int, then: str, stderr: int) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", LOGS, str(count), then]
+def run(count: int, then: str, stderr: int, *log_file: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", LOGS, str(count), then, *log_file]
     return subprocess.run(line, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=60, check=False)
 
 
@@ -49,6 +50,9 @@ def test_nobody_waits_for_who_reads_the_log() -> None:
     try:
         logged = run(50_000, "ends", writer)
         assert (logged.stdout, logged.returncode) == ("logged\n", 0)
+        # What it says of its log, and why it ends.
+        no_room = run(100, "ends", writer, "/dev/full")
+        assert (no_room.stdout, no_room.returncode) == ("logged\n", 0)
         hung = run(1, "hangs", writer)
         assert (hung.stdout, hung.returncode) == ("logged\n", MASTER_HUNG)
     finally:
@@ -61,6 +65,14 @@ def test_all_lines_arrive_in_order_where_somebody_reads() -> None:
     said = run(100, "ends", subprocess.PIPE).stderr.splitlines()
     assert [line.rpartition("] ")[2] for line in said[:-1]] == [f"vm-{number} was lost" for number in range(100)]
     assert said[-1] == "dlrover-master: the store is gone"
+
+
+def test_that_the_log_file_is_full_is_said_once() -> None:
+    """It was a traceback for every line."""
+    assert sorted(run(100, "ends", subprocess.PIPE, "/dev/full").stderr.splitlines()) == [
+        "dlrover-master: the store is gone",
+        "dlrover-master: warning: the log /dev/full cannot be written: No space left on device",
+    ]
 
 
 def test_a_process_that_hangs_shows_all_stacks() -> None:
