@@ -318,14 +318,18 @@ def draining(turn: Turn) -> bool:
     if drain.optional:
         deadline = max(deadline, epoch.moved + patience_seconds)
     if not turn.overdue(deadline):
-        text = f"{drain.subject} waits for a step boundary of all ranks"
-        waits.say(turn, "boundary", text, deadline - turn.heard, "--drain-timeout")
+        waits.say(turn, "boundary", lambda: boundary_of(turn, drain), deadline - turn.heard, "--drain-timeout")
         return False
     if drain.optional:
         withdraw(turn, f"the ranks did not agree on a boundary within {patience_seconds:.0f} s")
     else:
         give_up_drain(turn, drain)
     return True
+
+
+def boundary_of(turn: Turn, drain: Drain) -> str:
+    silent = waits.unheard(turn)
+    return f"{drain.subject} waits for a step boundary of all ranks{f' ({silent})' if silent else ''}"
 
 
 def agree(turn: Turn, step: int) -> bool:

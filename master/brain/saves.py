@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from dalsegno.protos import control_pb2
 
-from . import memory
+from . import memory, waits
 from .chronicle import Kind
 from .live import AwaitedSave, State
 from .state import Job, Member, MemberState, Node
-from .turn import Turn, names
+from .turn import Turn, names, world_of
 
 # Seconds after which people are told of a save that goes on; told again each time that has doubled.
 TOLD_AFTER_SECONDS = 5.0
@@ -32,9 +32,11 @@ def await_save(turn: Turn, what: str) -> None:
     save.told_at = save.since + 2 * seconds
     if is_committed(turn):
         saved = f"step {turn.open.top_step} is saved, {seconds:.0f} s have passed"
-        turn.notice(f"{what} waits for the ranks to end: {saved}")
+        others = names(one.node for one in world_of(turn).members if turn.job.part(one) is MemberState.RUNNING)
+        turn.notice(f"{what} waits for the ranks of {others} to end: {saved}")
         return
-    far = f"nothing is written after {seconds:.0f} s"
+    # Bytes are told by agents. Where one is silent, nobody knows what its ranks write.
+    far = waits.unheard(turn) or f"nothing is written after {seconds:.0f} s"
     if save.written_bytes:
         far = f"{amount(save.written_bytes)} written in {seconds:.0f} s ({amount(save.written_bytes / seconds)}/s)"
     turn.notice(f"{what} waits for the save of step {turn.open.top_step}: {far}")

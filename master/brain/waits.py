@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .live import Waiting
-from .turn import Turn
+from .turn import Turn, heartbeat_of, names, world_of
 
-__all__ = ("SAID_AFTER_SECONDS", "begin_look", "end_look", "say")
+__all__ = ("SAID_AFTER_SECONDS", "begin_look", "end_look", "say", "unheard")
 
 # Seconds after which people are told of a wait; told again each time it has doubled.
 SAID_AFTER_SECONDS = 5.0
+# After so many heartbeats without a word a line says that a node is silent, as far as it waits for it.
+SILENT_BEATS = 2.5
 
 
 def say(
@@ -56,3 +58,12 @@ def end_look(turn: Turn) -> None:
     waits = turn.live.waits
     for subject in [subject for subject in waits.known if subject not in waits.noted]:
         del waits.known[subject]
+
+
+def unheard(turn: Turn) -> str:
+    """Which of the open world's nodes are silent just now, for a line that waits for all of them; empty: none."""
+    nodes = [turn.job.nodes.get(member.node) for member in world_of(turn).members]
+    since = {node.name: turn.heard - turn.presence(node).heard for node in nodes if node is not None}
+    limit = SILENT_BEATS * heartbeat_of(turn.job)
+    silent = sorted(name for name, seconds in since.items() if seconds > limit)
+    return f"nothing was heard of {names(silent)} for {max(since[name] for name in silent):.0f} s" if silent else ""

@@ -129,6 +129,16 @@ def test_a_save_without_a_byte_is_said_to_have_none(written: int) -> None:
     assert lines_of_the_save(job) == ["nothing is written after 5 s"]
 
 
+def test_that_nobody_tells_of_bytes_is_not_that_none_are_written() -> None:
+    """A node whose agent was stopped behind the agreement (Ctrl-Z): its ranks write, and nobody says how much."""
+    job = Driven(settings(drain_timeout=8, node_timeout=60.0))
+    a, b = growing(job)
+    job.silent |= {a.incarnation, b.incarnation}
+    job.wait(12)
+    lines = lines_of_the_save(job)
+    assert lines == [f"nothing was heard of {a.name}, {b.name} for {seconds} s" for seconds in (5, 10)], lines
+
+
 def test_another_try_begins_with_nothing() -> None:
     """What a save that failed had written is gone."""
     job = Driven(settings(drain_timeout=60))
@@ -431,7 +441,8 @@ def test_ranks_that_hang_behind_the_commit_are_not_waited_for_twice() -> None:
     a, _ = growing(job)
     a.save(2)
     job.wait(6)
-    assert "growing waits for the ranks to end: step 2 is saved, 5 s have passed" in job.notices
+    named = ", ".join(node.name for node in job.nodes[:2])
+    assert f"growing waits for the ranks of {named} to end: step 2 is saved, 5 s have passed" in job.notices
     job.wait(35)
     assert (job.phase, a.order) == (Phase.FORMING, "gather")
     assert "put off" not in job.notices

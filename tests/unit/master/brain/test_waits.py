@@ -125,6 +125,18 @@ def test_a_step_boundary_that_does_not_come_is_said() -> None:
     assert "--drain-timeout" in line
 
 
+def test_who_is_silent_while_all_are_waited_for_is_named() -> None:
+    """Its agent is stopped, perhaps (Ctrl-Z)."""
+    job = Driven(settings(drain_timeout=60.0, node_timeout=60.0))
+    a, b = job.start(2)
+    a.step(1)
+    b.leave(notice=60.0)
+    job.silent.add(a.incarnation)
+    job.wait(SOON)
+    (line,) = said(job, f"the drain ({b.name} leaves) waits for a step boundary of all ranks")
+    assert f" (nothing was heard of {a.name} for " in line
+
+
 def test_the_last_at_work_are_named() -> None:
     """Others have finished, and stay until all have."""
     job = Driven(settings(stall_timeout=1000.0))
