@@ -31,6 +31,7 @@ PATIENCE_SECONDS = 10.0
 # Seconds of one wait for a call; after each the thread waits again.
 _LONG_SECONDS = 86400.0
 _CLOSE_SECONDS = 5.0
+_MOMENT_SECONDS = 5.0
 _NOTHING = -1
 _APART = "apart"
 
@@ -222,10 +223,12 @@ class Hurry:
             Refusal: Another rank has finished the training in the middle of this step.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._ballot.waits or bool(self._failed), 3 * PATIENCE_SECONDS)
+            if not self._changed.wait_for(self._is_decided, 3 * PATIENCE_SECONDS):
+                # This process may have stood still itself: its other thread knows more in a moment.
+                self._changed.wait_for(self._is_decided, _MOMENT_SECONDS)
             if self._ballot.waits:
                 raise RuntimeError(
-                    f"the ranks were about to agree on a boundary, and the store is gone: {self._failed}"
+                    f"the ranks were about to agree on a boundary, and the store is gone: {self._failed or 'no answer'}"
                 )
             place = 2 * self._ballot.step + 1
             finished = self._ballot.goes_apart(place)
@@ -233,6 +236,9 @@ class Hurry:
         if finished is not None:
             self._refuse(_apart(*finished, self._rank, place))
         return drains
+
+    def _is_decided(self) -> bool:
+        return not self._ballot.waits or bool(self._failed)
 
     def close(self) -> None:
         """Ends the thread."""

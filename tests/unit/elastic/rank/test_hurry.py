@@ -219,6 +219,25 @@ def test_a_store_that_is_gone_is_no_reason_to_drain_alone() -> None:
     one.close()
 
 
+def test_a_rank_that_stood_still_itself_hears_what_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is over as it goes on, and its other thread has not asked yet. The store is well."""
+    monkeypatch.setattr(hurry, "PATIENCE_SECONDS", 0.02)
+
+    class Later(Held):
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            time.sleep(0.5)  # the thread gets no turn
+            return super().compare_set(key, expected, desired)
+
+    held = Later()
+    one = Hurry(0, 2, held, held)
+    try:
+        one.begin(1, call=True)
+        held.wait(["0/answers"], timedelta(seconds=30))
+        assert not one.end()
+    finally:
+        one.close()
+
+
 def test_it_ends_at_once() -> None:
     """Its thread waits for a call that never comes."""
     held = Held()
