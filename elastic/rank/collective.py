@@ -28,7 +28,7 @@ PEER_LOOKS_SECONDS = (0.0, 0.02, 0.08)
 # A tag that no message of ours has, so that nobody ever answers.
 PEER_TAG = 0x5E6
 # Of the ranks' messages. Whoever changes what a round carries, changes this too.
-FORM = "3"
+FORM = "4"
 # What each rank sends in the first round of a gather: the message's length, and as much of it as there is room for.
 LENGTH_BYTES, HEAD_BYTES = 8, 2048
 # Seconds between two looks at a collective that somebody may call off: at first, and at most.

@@ -51,13 +51,15 @@ def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: 
     afterwards ignore those signals, so that they are there for the step that is saved.
 
     Args:
-        checkpoint_dir: Only for use outside ``dlrover-run``, which gives its own.
+        checkpoint_dir: Only for use outside ``dlrover-run``, which gives its own. One directory that all ranks see.
         keep: Outside ``dlrover-run``: how many checkpoints to keep; 0: all.
         verify: Read the resume point's files and compare their checksums before anything is loaded.
 
     Raises:
-        RuntimeError: The environment is incomplete, the directory is in use, the checkpoints there do not fit, or the
-            session of this process has another directory. Or it is closed, and this is ``dlrover-run``.
+        RuntimeError: The environment is incomplete, the directory is in use or some rank cannot use it, the checkpoints
+            there do not fit, or the session of this process has another directory. Or it is closed, and this is
+            ``dlrover-run``.
+        ValueError: The ranks were given directories that are not the same.
         OSError: The agent or the directory cannot be reached.
         BadResumePoint: The resume point is damaged; the agent was told. Exit code 84.
     """

@@ -58,8 +58,10 @@ def open_session(kind: type[S], checkpoint_dir: str | Path | None = None, *, kee
         kind: The class of a new session.
 
     Raises:
-        RuntimeError: The environment is incomplete, the directory is in use, the checkpoints there do not fit, or the
-            session of this process has another directory. Or it is closed, and this is ``dlrover-run``.
+        RuntimeError: The environment is incomplete, the directory is in use or some rank cannot use it, the checkpoints
+            there do not fit, or the session of this process has another directory. Or it is closed, and this is
+            ``dlrover-run``.
+        ValueError: The ranks were given directories that are not the same.
         OSError: The agent or the directory cannot be reached.
         BadResumePoint: The resume point is damaged; the agent was told. Exit code 84.
     """

@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.contract import WORKER_PROTOCOL
+from dalsegno.protos.processes import boot_id, namespace
 
 from ..checkpoint import SHARDED, UNIVERSAL, LocalLock
-from ..rank.agreement import Refusal
+from ..rank.agreement import Refusal, Trouble
 from ..rank.board import open_board
 from ..rank.collective import Collective
 from ..rank.exits import EXIT_BAD_CHECKPOINT, BadResumePoint, insist
 from ..rank.identity import Identity
 from ..rank.link import Link
+from ..saving.background_save import SIGHT_PAUSES_SECONDS
 from ..saving.resuming import Damaged, Judge, ResumePoint, Work, check_loaders
 from ..saving.verification import JointVerification, Note
 
@@ -104,29 +108,115 @@ def check_world(resume: ResumePoint, world_size: int) -> None:
 def check_directory(directory: Path, collective: Collective) -> None:
     """Checks that all ranks were given the same directory, whose path may differ between mounts. Collective.
 
+    Where the ranks are on several machines, or have several paths, rank 0 makes a file there for a moment, and the
+    others look for it.
+
     Raises:
         Refusal: They were not. Raised on all ranks.
+        Trouble: Some rank cannot use its directory, and another start may succeed. Raised on all ranks.
     """
-    paths = collective.gather(os.path.realpath(directory))
-    if len(set(paths)) == 1:
+    told = collective.gather({"path": _real(directory), "host": _host()})
+    paths, hosts = [one["path"] for one in told], [one["host"] for one in told]
+    if len(set(paths)) == 1 and all(_is_same(host, hosts[0]) for host in hosts):
         return
-    made: str | None = None
-    if collective.rank == 0:
+    with _probe(directory, collective) as (name, why):
+        if why:
+            raise Trouble(_unusable(paths, 0, "written", why))
+        here = _is_same(hosts[collective.rank], hosts[0])
+        answers = collective.gather(_seen(directory, name, () if here else SIGHT_PAUSES_SECONDS))
+    for rank, answer in enumerate(answers):
+        if not (answer["seen"] or answer["why"]):
+            one, other = (f"{paths[of]} on rank {of}{_named(hosts, of)}" for of in (0, rank))
+            raise Refusal(
+                f"checkpoint_dir is {one} and {other}, which are not the same directory: what rank 0 writes is not there"
+                f" on rank {rank}. Give all ranks one that all of them see"
+            )
+    for rank, answer in enumerate(answers):
+        if answer["why"]:
+            raise Trouble(_unusable(paths, rank, "read", answer["why"]))
+
+
+@contextlib.contextmanager
+def _probe(directory: Path, collective: Collective) -> Iterator[tuple[str, str]]:
+    """The name of a file that rank 0 has made in the directory, and why it could not, on all ranks. Collective."""
+    made, why = "", ""
+    try:
+        if collective.rank == 0:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                number, made = tempfile.mkstemp(prefix=".dalsegno-probe-", dir=directory)
+                os.close(number)
+            except FileExistsError:
+                why = "it is no directory"
+            except OSError as error:
+                why = error.strerror or str(error)
+        name, why = collective.broadcast([os.path.basename(made), why])
+        yield name, why
+    finally:
+        if made:
+            # Whoever had to see it has, and says what is wrong with the directory where something is.
+            with contextlib.suppress(OSError):
+                os.unlink(made)
+
+
+def _seen(directory: Path, name: str, pauses: Sequence[float]) -> dict[str, Any]:
+    """Whether the directory has the file, as seen from here, and why it could not be looked at.
+
+    Args:
+        directory, name: Where the file was made, and its name.
+        pauses: Seconds before each further look.
+    """
+    answer: dict[str, Any] = {}
+    for pause in (0.0, *pauses):
+        time.sleep(pause)  # why: no event tells when a file of another machine comes into sight over NFS
+        try:
+            answer = {"seen": _lists(directory, name), "why": ""}
+        except OSError as error:
+            answer = {"seen": False, "why": error.strerror or str(error)}
+        if answer["seen"]:
+            break
+    return answer
+
+
+def _lists(directory: Path, name: str) -> bool:
+    # NFS remembers for up to a minute which names it has not found. It asks anew where the directory above is opened.
+    for above in reversed(Path(os.path.realpath(directory)).parents):
         with contextlib.suppress(OSError):
-            directory.mkdir(parents=True, exist_ok=True)
-            number, path = tempfile.mkstemp(prefix=".dalsegno-probe-", dir=directory)
-            os.close(number)
-            made = os.path.basename(path)
-    name = collective.broadcast(made)
-    seen = collective.gather(name is not None and (directory / name).exists())
-    if made is not None:
-        (directory / made).unlink(missing_ok=True)
-    if not all(seen):
-        other = seen.index(False)
-        raise Refusal(
-            f"checkpoint_dir is {paths[0]} on rank 0 and {paths[other]} on rank {other}, which are not the same"
-            " directory: give all ranks one that all of them see"
-        )
+            os.close(os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    try:
+        return name in os.listdir(directory)
+    except FileNotFoundError:
+        return False
+
+
+def _real(directory: Path) -> str:
+    return os.path.realpath(directory)
+
+
+def _host() -> list[str]:
+    """This machine, and the mounts that this process sees: containers of one machine have several. "": unknown."""
+    try:
+        boot = boot_id()
+    except (OSError, ValueError):
+        boot = ""
+    return [socket.gethostname(), boot, namespace("mnt")]
+
+
+def _is_same(host: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether two ranks certainly see the same directory under one path."""
+    return all(host) and host == other
+
+
+def _named(hosts: Sequence[Sequence[str]], rank: int) -> str:
+    several = any(host[0] != hosts[0][0] for host in hosts)
+    return f" ({hosts[rank][0]})" if several else ""
+
+
+def _unusable(paths: Sequence[str], rank: int, how: str, why: str) -> str:
+    return (
+        f"checkpoint_dir {paths[rank]} cannot be {how} on rank {rank} ({why}): mend that, or give all ranks another"
+        " directory"
+    )
 
 
 def take_lock(directory: Path, collective: Collective) -> LocalLock | None:

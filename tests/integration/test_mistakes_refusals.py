@@ -80,7 +80,7 @@ def test_what_one_rank_refuses_all_refuse(results: Results, kind: str) -> None:
 
 
 @brings(
-    "another `checkpoint_dir` on each rank, outside `dlrover-run`",
+    "another `checkpoint_dir` on each rank, or one path on nodes with disks of their own, outside `dlrover-run`",
     Comes.REFUSED,
     "each would have a part of every checkpoint, and no directory all of one",
     "one directory that all ranks see; its path may differ",
