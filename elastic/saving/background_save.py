@@ -18,10 +18,11 @@ import errno
 import inspect
 import json
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
@@ -50,6 +51,9 @@ FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.02, 1.0
 SIGHT_PAUSES_SECONDS = (0.2, 0.5, 1.0, 3.0, 6.0)
 # Seconds that the other ranks have to write something more after the script has left its loop without a word.
 LAST_WORDS_SECONDS = 30.0
+# Seconds without another rank's list, once all ranks have said that theirs are written, after which the rest never come
+# into sight: file systems remember a missing name for up to a minute.
+OUT_OF_SIGHT_SECONDS = 60.0
 STUCK = "the disk has not answered for {:.0f} s (as --stall-timeout allows)"
 
 
@@ -190,6 +194,8 @@ class Flight:
         self._digest = ""
         self._entries: tuple[FileEntry, ...] = ()
         self._may_begin = threading.Event()
+        # When it was known that all ranks have written, in monotonic seconds.
+        self._all_written = math.inf
         # Not a daemon: a script that ends while a save is under way waits for it.
         self._thread = threading.Thread(target=self._run, name="dalsegno-save")
         try:
@@ -218,7 +224,12 @@ class Flight:
         return self._entries
 
     def sealed(self) -> tuple[str, BaseException | None]:
-        """Waits until the thread has ended. Rank 0 gets the digest, or the error if it could not seal."""
+        """Waits until the thread has ended. Rank 0 gets the digest, or the error if it could not seal.
+
+        Called once all ranks have said that their files are written: rank 0 then looks for their lists for a bounded
+        time.
+        """
+        self._all_written = time.monotonic()
         self._join()
         return self._digest, self._error
 
@@ -291,8 +302,16 @@ class Flight:
             save(value, file)
             return FileEntry(path, file.size, file.finish(lasting=self._seal is not None))
 
+    @property
+    def _sight_seconds(self) -> float:
+        return min(OUT_OF_SIGHT_SECONDS, self._patience or math.inf)
+
     def _gather_parts(self) -> tuple[FileEntry, ...] | None:
-        """Entries of every rank's files, once all ranks have listed theirs; None if some rank never will."""
+        """Entries of every rank's files, once all ranks have listed theirs; None if some rank never will.
+
+        Raises:
+            TimeoutError: All have, as they say, and some list does not come into sight here.
+        """
         found: dict[int, list[FileEntry]] = {}
         pause, changed = FIRST_LOOK_SECONDS, time.monotonic()
         while True:
@@ -304,6 +323,8 @@ class Flight:
             if len(found) == self._world_size:
                 entries = [entry for part in found.values() for entry in part]
                 return tuple(sorted(entries, key=lambda entry: entry.path))
+            if time.monotonic() - max(changed, self._all_written) > self._sight_seconds:
+                raise TimeoutError(_out_of_sight(set(range(self._world_size)) - set(found), self._sight_seconds))
             gone = not threading.main_thread().is_alive() and time.monotonic() - changed > LAST_WORDS_SECONDS
             # No event tells when another machine makes a file over NFS.
             if gone or self._cancelled.wait(pause):
@@ -340,6 +361,14 @@ class UnderWay:
         if self.sealing is not None:
             self.sealing.stop()
         self.flight.cancel()
+
+
+def _out_of_sight(ranks: Collection[int], seconds: float) -> str:
+    first, more = min(ranks), f", nor the lists of {len(ranks) - 1} more" if len(ranks) > 1 else ""
+    return (
+        f"rank {first} has written its files, and rank 0 has not seen {part_name(first)} within {seconds:g} s{more}: all"
+        " ranks must see one checkpoint directory, so look whether its mount is gone from a node"
+    )
 
 
 def _read_part(path: Path) -> list[FileEntry] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 from dalsegno.elastic import background
 from dalsegno.elastic.checkpoint import SHARDED, CheckpointName, CheckpointStore, Manifest, Shape
 from dalsegno.elastic.rank.identity import ResumeOrder
-from dalsegno.elastic.saving import resuming, saving, tiers
+from dalsegno.elastic.saving import background_save, resuming, saving, tiers
+from dalsegno.elastic.saving.background_save import Flight
 from dalsegno.elastic.saving.outcomes import SaveError
 from dalsegno.elastic.saving.resuming import handed_out, newest
 from dalsegno.elastic.saving.saving import Saver
+from dalsegno.elastic.saving.saving_reports import Count
 from dalsegno.elastic.saving.sealing import Sealing
 from tests.support.workers.threads import Gone, Threads, together
 from tests.unit.elastic.saving.test_memory import Job, content, files_of, writes
@@ -83,6 +86,53 @@ def test_a_mistake_ends_all_with_the_same_line(
     assert isinstance(first, SaveError)
     assert "TypeError: no such thing" in str(first)
     assert str(first) == str(second)
+
+
+def test_what_rank_0_never_sees_costs_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount is gone from one node, which writes where it was. Rank 0 looked for ever, and the others waited."""
+    monkeypatch.setattr(background_save, "OUT_OF_SIGHT_SECONDS", 0.3)
+    job, read = Job(tmp_path, 1, 2), background_save._read_part
+
+    def beside(saver: Saver, group: Threads) -> Any:
+        saver.begin(content(), background(lambda: files_of(group.rank)), lambda: None, drain=False)
+        return saver.settle()
+
+    def unseen(path: Path) -> Any:
+        return None if path.name == "rank-1.json" else read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(background_save, "_read_part", unseen)
+        assert job.run(beside) == [None, None]
+    (failed, *_) = job.agents[0].of("save_failed")
+    assert "rank 1 has written its files, and rank 0 has not seen parts/rank-1.json within 0.3 s" in failed.reason
+    first, second = job.run(beside)
+    assert first == second
+    assert first is not None
+
+
+def test_a_part_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as another one came just now; and while ranks still write nobody counts."""
+    monkeypatch.setattr(background_save, "OUT_OF_SIGHT_SECONDS", 0.8)
+    monkeypatch.setattr(background_save, "LAST_LOOK_SECONDS", 0.05)
+    flight = Flight(tmp_path, 0, 3, {}, lambda: None, lambda entries: "digest", Count(0), 0.0, nullcontext())
+    assert flight.written() is None
+    assert not flight.wait(1.0)
+    for rank in (1, 2):
+        late = threading.Timer(0.5 * rank, (tmp_path / f"parts/rank-{rank}.json").write_bytes, [b'{"files": []}\n'])
+        late.start()
+    assert flight.sealed() == ("digest", None)
+
+
+def test_a_part_out_of_sight_is_given_up_before_the_ranks_count_as_stuck(tmp_path: Path) -> None:
+    """Under an agent, whose patience with a disk may be shorter. Of many lists one is named."""
+    flight = Flight(tmp_path, 0, 4, {}, lambda: None, lambda entries: "digest", Count(0), 0.3, nullcontext())
+    assert flight.written() is None
+    digest, error = flight.sealed()
+    assert digest == ""
+    assert isinstance(error, TimeoutError)
+    assert "rank 0 has not seen parts/rank-1.json within 0.3 s, nor the lists of 2 more" in str(error)
 
 
 def test_an_interrupt_is_no_problem_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
