@@ -366,8 +366,8 @@ class UnderWay:
 def _out_of_sight(ranks: Collection[int], seconds: float) -> str:
     first, more = min(ranks), f", nor the lists of {len(ranks) - 1} more" if len(ranks) > 1 else ""
     return (
-        f"rank {first} has written its files, and rank 0 has not seen {part_name(first)} within {seconds:g} s{more}: all"
-        " ranks must see one checkpoint directory, so look whether its mount is gone from a node"
+        f"rank {first} has written its files, and rank 0 has not seen {part_name(first)} within {seconds:g} s{more}:"
+        " all ranks must see one checkpoint directory, so look whether its mount is gone from a node"
     )
 
 

@@ -32,7 +32,7 @@ from ..rank.semaphores import name_semaphores
 from ..rank.way_in import SESSION, watch, way_in
 from ..saving.resuming import Damaged, handed_out, newest
 from .examination import is_examined
-from .opening import beside, check_directory, check_world, hello, refuse, take_lock
+from .opening import beside, check_directory, check_world, hello, next_epoch, refuse, take_lock
 from .session import BareSession
 from .staying import wait_for_a_place
 from .unopened import is_unopened, unopened
@@ -281,7 +281,7 @@ def _open_with(
         resume = newest(store, collective, identity.world_size, verify=verify)
         # Nobody counts epochs here, but names and manifests need them: after the run has gone back to an earlier
         # checkpoint, what it then saves must be newer than what it left.
-        identity = replace(identity, epoch=collective.broadcast(store.next_epoch() if identity.rank == 0 else None))
+        identity = replace(identity, epoch=next_epoch(store, collective))
         if resume is not None:
             identity = replace(identity, job_id=resume.manifest.job_id, run_id=resume.manifest.run_id)
     if not identity.alone or identity.run_dir is not None:

@@ -16,7 +16,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.contract import WORKER_PROTOCOL
 from dalsegno.protos.processes import boot_id, namespace
 
-from ..checkpoint import SHARDED, UNIVERSAL, LocalLock
+from ..checkpoint import SHARDED, UNIVERSAL, CheckpointStore, LocalLock
 from ..rank.agreement import Refusal, Trouble
 from ..rank.board import open_board
 from ..rank.collective import Collective
@@ -25,6 +25,7 @@ from ..rank.identity import Identity
 from ..rank.link import Link
 from ..saving.background_save import SIGHT_PAUSES_SECONDS
 from ..saving.resuming import Damaged, Judge, ResumePoint, Work, check_loaders
+from ..saving.save_errors import describe
 from ..saving.verification import JointVerification, Note
 
 log = logging.getLogger(__name__)
@@ -128,8 +129,8 @@ def check_directory(directory: Path, collective: Collective) -> None:
         if not (answer["seen"] or answer["why"]):
             one, other = (f"{paths[of]} on rank {of}{_named(hosts, of)}" for of in (0, rank))
             raise Refusal(
-                f"checkpoint_dir is {one} and {other}, which are not the same directory: what rank 0 writes is not there"
-                f" on rank {rank}. Give all ranks one that all of them see"
+                f"checkpoint_dir is {one} and {other}, which are not the same directory: what rank 0 writes is not"
+                f" there on rank {rank}. Give all ranks one that all of them see"
             )
     for rank, answer in enumerate(answers):
         if answer["why"]:
@@ -225,15 +226,32 @@ def take_lock(directory: Path, collective: Collective) -> LocalLock | None:
     Raises:
         RuntimeError: It is in use, or cannot be made. Raised on all ranks.
     """
-    lock = None
-    problem = None
+    lock = problem = None
     if collective.rank == 0:
         lock = LocalLock(directory)
         try:
             lock.acquire()
-        except (OSError, RuntimeError) as error:
-            problem = str(error)
+        except (OSError, RuntimeError, MemoryError) as error:
+            problem = str(error) or type(error).__name__
     problem = collective.broadcast(problem)
     if problem is not None:
         raise RuntimeError(problem)
     return lock
+
+
+def next_epoch(store: CheckpointStore, collective: Collective) -> int:
+    """The epoch of a start that no master counts, above all in the run's directory; alike on all ranks. Collective.
+
+    Raises:
+        Trouble: Rank 0 cannot read the directory. Raised on all ranks.
+    """
+    epoch, problem = 0, ""
+    if collective.rank == 0:
+        try:
+            epoch = store.next_epoch()
+        except (OSError, MemoryError) as error:
+            problem = f"{store.run_dir} cannot be read: {describe(error)}"
+    epoch, problem = collective.broadcast([epoch, problem])
+    if problem:
+        raise Trouble(problem)
+    return int(epoch)

@@ -88,9 +88,7 @@ def test_a_mistake_ends_all_with_the_same_line(
     assert str(first) == str(second)
 
 
-def test_what_rank_0_never_sees_costs_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_rank_0_never_sees_costs_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mount is gone from one node, which writes where it was. Rank 0 looked for ever, and the others waited."""
     monkeypatch.setattr(background_save, "OUT_OF_SIGHT_SECONDS", 0.3)
     job, read = Job(tmp_path, 1, 2), background_save._read_part

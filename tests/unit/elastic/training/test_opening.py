@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.elastic.checkpoint import CheckpointStore, LocalLock
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
 from dalsegno.elastic.training import opening
-from dalsegno.elastic.training.opening import check_directory
+from dalsegno.elastic.training.opening import check_directory, next_epoch, take_lock
 from tests.support.workers.threads import Threads, together
 
 pytestmark = pytest.mark.timeout(60)
@@ -159,7 +160,7 @@ def test_who_cannot_tell_its_machine_is_looked_at(tmp_path: Path, monkeypatch: p
     ids=["full", "read-only"],
 )
 def test_what_rank_0_cannot_write_all_hear(tmp_path: Path, error: OSError, line: str) -> None:
-    """It was called two directories, whose names were the same, and a start after the disk was mended is a sound one."""
+    """It was called two directories, whose names were the same, and once the disk is mended a start succeeds."""
     with on_rank(0, "open", lambda: error):
         said = lines_of(checked([tmp_path] * 2), Trouble)
     assert said == f"checkpoint_dir /w/checkpoints {line}: mend that, or give all ranks another directory"
@@ -167,7 +168,7 @@ def test_what_rank_0_cannot_write_all_hear(tmp_path: Path, error: OSError, line:
 
 @pytest.mark.usefixtures("machines")
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
-    """"File exists" is no help to who wanted it to."""
+    """ "File exists" is no help to who wanted it to."""
     (tmp_path / "checkpoints").touch()
     said = lines_of(checked([tmp_path / "checkpoints"] * 2), Trouble)
     assert "/w/checkpoints cannot be written on rank 0 (it is no directory)" in said
@@ -205,3 +206,35 @@ def test_nothing_stays_where_a_rank_is_gone(tmp_path: Path) -> None:
     first, _ = together(2, one)
     assert first is not None
     assert list(tmp_path.iterdir()) == []
+
+
+LACKS = [OSError(5, "Input/output error"), MemoryError("no memory")]
+
+
+@pytest.mark.parametrize("error", LACKS, ids=["disk", "memory"])
+def test_what_rank_0_meets_at_the_lock_all_hear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It ended rank 0 alone, and the others waited."""
+
+    def fails(self: LocalLock) -> None:
+        raise error
+
+    monkeypatch.setattr(LocalLock, "acquire", fails)
+    assert str(error) in lines_of(together(2, lambda group: take_lock(tmp_path, group)), RuntimeError)
+
+
+@pytest.mark.parametrize("error", LACKS, ids=["disk", "memory"])
+def test_what_rank_0_meets_as_it_counts_epochs_all_hear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The same: it alone looks for the directory's highest one."""
+    (tmp_path / "step-4.e2.1").mkdir()
+    store = CheckpointStore(tmp_path)
+    assert together(2, lambda group: next_epoch(store, group)) == [3, 3]
+
+    def fails(self: CheckpointStore) -> int:
+        raise error
+
+    monkeypatch.setattr(CheckpointStore, "next_epoch", fails)
+    assert str(error) in lines_of(together(2, lambda group: next_epoch(store, group)), Trouble)
