@@ -118,7 +118,7 @@ def check_directory(directory: Path, collective: Collective) -> None:
     """
     told = collective.gather({"path": _real(directory), "host": _host()})
     paths, hosts = [one["path"] for one in told], [one["host"] for one in told]
-    if len(set(paths)) == 1 and all(_is_same(host, hosts[0]) for host in hosts):
+    if len(set(paths)) == 1 and all(_is_same(host, hosts[0]) for host in hosts[1:]):
         return
     with _probe(directory, collective) as (name, why):
         if why:

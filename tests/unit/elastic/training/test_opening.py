@@ -148,6 +148,9 @@ def test_who_cannot_tell_its_machine_is_looked_at(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(opening, "boot_id", gone)
     assert "which are not the same" in lines_of(checked([tmp_path / "0", tmp_path / "1"]), Refusal)
     assert checked([tmp_path / "0"] * 2) == [None, None]
+    # Nobody else could see another one.
+    assert checked([tmp_path / "alone"]) == [None]
+    assert not (tmp_path / "alone").exists()
 
 
 @pytest.mark.usefixtures("machines")
