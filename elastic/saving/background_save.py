@@ -315,8 +315,15 @@ class Flight:
         found: dict[int, list[FileEntry]] = {}
         pause, changed = FIRST_LOOK_SECONDS, time.monotonic()
         while True:
-            for rank in set(range(self._world_size)) - set(found):
-                part = _read_part(self._path / part_name(rank))
+            # One look for all ranks, of which there may be thousands.
+            names = _listed(self._path / PARTS)
+            for rank in range(self._world_size):
+                path = self._path / part_name(rank)
+                if rank in found or path.name not in names:
+                    continue
+                if self._cancelled.is_set():
+                    return None
+                part = _read_part(path)
                 if part is not None:
                     found[rank] = [*part, *checksums(self._path, [part_name(rank)], sync=True)]
                     changed = time.monotonic()
@@ -371,12 +378,17 @@ def _out_of_sight(ranks: Collection[int], seconds: float) -> str:
     )
 
 
+def _listed(parts: Path) -> frozenset[str]:
+    """The lists that are there. Opening their directory makes NFS look again if it remembers that there was none."""
+    try:
+        return frozenset(os.listdir(parts))
+    except FileNotFoundError:
+        return frozenset()
+
+
 def _read_part(path: Path) -> list[FileEntry] | None:
     """The list of files that a rank wrote; None while the list is not complete."""
     try:
-        # Opening the directory makes NFS look again if it remembers that there was no such file.
-        if path.name not in os.listdir(path.parent):
-            return None
         data = path.read_bytes()
     except FileNotFoundError:
         return None
