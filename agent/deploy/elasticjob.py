@@ -87,7 +87,8 @@ def translated(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     read = {*("image", "command", "args", "env", "resources", "volumeMounts"), *WITHOUT_EFFECT}
     notes += [f"{place}containers[0].{key}: left out" for key in main if key not in read]
     notes.append(
-        "the image needs dalsegno in it: `dlrover-run` became `dalsegno-run`, so that DLRover's own is not taken"
+        "the image needs dalsegno in it, with the extra `http` unless master.image names one for the master:"
+        " `dlrover-run` became `dalsegno-run`, so that DLRover's own is not taken"
     )
     if low == high and high > 1:
         instead = f"--nnodes=1:{high} in its command" if own else f"--set nnodes=1:{high}"

@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from tests.support.images import BASE, built, instructions, missing
+from tests.support.images import BASE, Image, built, instructions, missing
 from tests.support.jobs.master_process import said_by
 from tests.support.pages.sources import ROOT
 
@@ -24,14 +24,19 @@ pytestmark = [
 ]
 
 
+def assert_serves(image: Image, *program: str) -> None:
+    """A master answers, with the store and the edge of the manifests."""
+    words = (*program, "--job-id=gpt", "--insecure", "--host=127.0.0.1", "--port=0", "--http-port=0")
+    with image.started(*words, "--store=sqlite:////tmp/job.sqlite") as master:
+        said = said_by(master)
+        with urllib.request.urlopen(f"http://{said['http']}/healthz", timeout=20) as reply:
+            assert reply.status == 200
+
+
 def test_the_masters_image_serves() -> None:
     """Its entry point is a master that answers, with the store and the edge of the manifests; no torch is in it."""
     with built(DOCKER / "master.Dockerfile") as image:
-        words = ("--job-id=gpt", "--insecure", "--host=127.0.0.1", "--port=0", "--http-port=0")
-        with image.started(*words, "--store=sqlite:////tmp/job.sqlite") as master:
-            said = said_by(master)
-            with urllib.request.urlopen(f"http://{said['http']}/healthz", timeout=20) as reply:
-                assert reply.status == 200
+        assert_serves(image)
         image.entrypoint = ["python", "-c"]
         code = "import os, importlib.util as u; print(os.getuid(), *(u.find_spec(name) is None for name in {}))"
         names = ["torch", "numpy", "deepspeed", "aetcd", "fastapi", "dalsegno.master"]
@@ -40,8 +45,12 @@ def test_the_masters_image_serves() -> None:
 
 
 def test_the_trainers_image_trains() -> None:
-    """Its programs are on the PATH, the doctor finds nothing wrong, and an example makes its steps, as in a pod."""
+    """Its programs are on the PATH, the doctor finds nothing wrong, and an example makes its steps, as in a pod.
+
+    It is the master's image, too, where a job names no other.
+    """
     with built(DOCKER / "trainer.Dockerfile") as image:
+        assert_serves(image, "dlrover-master")
         assert image.user == "1000:1000"
         helped = image.run("dlrover-run", "--help")
         assert (helped.returncode, "--nnodes" in helped.stdout) == (0, True), helped.stderr

@@ -173,7 +173,22 @@ def test_the_images_have_what_the_manifests_start() -> None:
     assert "cp -r /src/examples /opt/dalsegno/examples" in trainer
     assert (ROOT / Path(script).relative_to("/opt/dalsegno")).is_file()
     assert all("ENV PATH=/opt/dalsegno/bin:$PATH" in path.read_text() for path in DOCKERFILES)
-    master = cli._parser().parse_args(found["master"]["containers"][0]["command"][1:])
-    # --http-port and etcd:// need these extras.
-    assert master.http_port
-    assert "'/src[etcd,http]'" in (DEPLOY / "docker" / "master.Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((DEPLOY / "docker").glob("*.Dockerfile")), ids=lambda path: path.name)
+@pytest.mark.parametrize("etcd", [False, True])
+def test_either_image_can_be_the_masters(path: Path, etcd: bool) -> None:
+    """The trainer's is where no `master.image` is named. A master without an extra that its flags want ends with 2."""
+    (values,) = read(BASE / "job.yaml")
+    del values["master"]
+    job = job_of(values | ({"etcd": ["etcd:2379"]} if etcd else {}))
+    container = pods(objects(job))["master"]["containers"][0]
+    assert container["image"] == job.image
+    words = [word.replace("$(POD_IP)", "10.0.0.1") for word in container["command"][1:]]
+    options = cli._parser().parse_args(words)
+    wanted = {"http"} if options.http_port is not None else set()
+    if options.store.startswith("etcd://"):
+        wanted.add("etcd")
+    assert wanted == ({"http", "etcd"} if etcd else {"http"})
+    (extras,) = re.findall(r"/src\[([a-z,]+)\]", path.read_text())
+    assert wanted <= set(extras.split(","))
