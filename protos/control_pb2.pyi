@@ -2105,7 +2105,7 @@ class NodeStatus(google.protobuf.message.Message):
     host: builtins.str
     nproc: builtins.int
     reason: builtins.str
-    """No master has ever set it."""
+    """Why it waits, for a person, as its Wait says; empty where it has a part, or is about to get one."""
     incarnation: builtins.str
     silent_seconds: builtins.float
     """Seconds since it was last heard, without those in which the master itself stood still."""

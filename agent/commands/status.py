@@ -98,7 +98,10 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
         lines.append(f"  the master cannot record anything now: {reply.store_trouble}; changes wait, training goes on")
     for node in reply.nodes:
         rank = f" {node.group_rank}" if node.role == "member" else ""
-        lines.append(f"  {node.role}{rank}  {node.node} on {node.host}, {counted(node.nproc, 'worker')}")
+        # It begins with the node's name, which the line has already, and mostly goes on as its role does.
+        reason = node.reason.removeprefix(f"{node.node} ").removeprefix("is a spare: ")
+        why = f": {reason}" if reason else ""
+        lines.append(f"  {node.role}{rank}  {node.node} on {node.host}, {counted(node.nproc, 'worker')}{why}")
     if reply.head.ref.name:
         where = ", in memory and not yet on the disk" if reply.head.in_memory else ""
         lines.append(f"  newest commit: {reply.head.ref.name}, {reply.head.bytes / 1e6:.1f} MB{where}")

@@ -16,7 +16,7 @@ from .live import State
 from .milestones import milestones_proto
 from .registration import settings_proto
 from .state import Checkpoint, Job, Phase
-from .views import PHASES
+from .views import PHASES, reasons_to_wait
 
 __all__ = ("event_of", "event_proto", "status")
 
@@ -51,6 +51,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         probe=job.probe,
         save_order=job.save_order.number if job.save_order is not None else 0,
     )
+    reasons = reasons_to_wait(state)
     for node in job.nodes.values():
         member = world.member(node.incarnation) if world is not None else None
         role = "leaving" if node.leaving else "member" if member is not None else "spare"
@@ -60,6 +61,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
             group_rank=member.group_rank if member is not None else 0,
             host=node.host,
             nproc=node.nproc,
+            reason=reasons.get(node.name, ""),
             incarnation=node.incarnation,
             silent_seconds=live.silence(node.name, now),
         )

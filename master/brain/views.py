@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 from dalsegno.protos import control_pb2
@@ -15,7 +16,7 @@ from .registration import settings_proto
 from .state import Checkpoint, Job, Member, MemberState, Node, Phase, World
 from .turn import of_nodes
 
-__all__ = ("PHASES", "Common", "view")
+__all__ = ("PHASES", "Common", "reasons_to_wait", "view")
 
 PHASES = {
     Phase.WAITING: control_pb2.PHASE_WAITING,
@@ -278,41 +279,82 @@ def tell_where_others_resumed(job: Job, member: Member | None, release: control_
         release.resumed_epoch, release.resumed_step = record.epoch, record.step
 
 
+@dataclass(frozen=True)
+class Standby:
+    """What a node outside a running world waits with.
+
+    Attributes:
+        reason: Why it has no place, for a person; empty if it is about to get one.
+        round: The round that it may join.
+        look_for: What it joins again for, when that comes into sight.
+        fetches: Whether it is told where the parts of that are.
+    """
+
+    reason: str
+    round: int = 0
+    look_for: Checkpoint | None = None
+    fetches: bool = False
+
+
+def standby(state: State, node: Node) -> Standby | None:
+    """How a node outside a running world waits; None: it gathers for the next one."""
+    job, resume = state.job, resume_point(state.job)
+    if not node.sees_directory:
+        # It joins again if the directory is mounted after all.
+        why = f"{node.name} does not see the job's checkpoint directory: it stays a spare"
+        return Standby(why, job.round, look_for=resume)
+    if resume is not None and node.unreadable == resume.digest:
+        return Standby(f"{node.name} cannot read {resume.name}, others can: it stays a spare")
+    if node.refused:
+        return Standby(f"{node.name} cannot take part, and stays a spare: {node.refused}")
+    if job.phase.has_workers:
+        # Not the next round yet. A Join sent while the world still trains announces the newcomer, but something may be
+        # sealed a moment after its inventory was made. The next Gather asks for it again.
+        start = job.checkpoint(job.world.resume) if job.world is not None else None
+        if start is None or start.parts:
+            return Standby(spare_reason(state, node), job.epoch)
+        # From the start: a Join tells of what it was asked for, not of all that there is.
+        blind = node.joined is not None and start.digest not in node.joined.seen
+        return Standby(_keeps_looking(node, start) if blind else spare_reason(state, node), job.epoch, look_for=start)
+    if resume is not None and has_looked_in_vain(job, node, resume.digest):
+        return Standby(_keeps_looking(node, resume), job.round, look_for=resume, fetches=True)
+    return None
+
+
+def _keeps_looking(node: Node, record: Checkpoint) -> str:
+    return f"{node.name} does not see checkpoint {record.name}: a spare that keeps looking"
+
+
+def reasons_to_wait(state: State) -> dict[str, str]:
+    """Why nodes wait that have no part in a running world, by their names: what they are told, for people and tools."""
+    job, world = state.job, state.job.world
+    if job.phase.is_terminal:
+        return {}
+    found: dict[str, str] = {}
+    common = Common(state) if any(node.leaving for node in job.nodes.values()) else None
+    for node in job.nodes.values():
+        if node.leaving:
+            assert common is not None
+            directive = control_pb2.Directive()
+            order(common, node, directive)
+            found[node.name] = directive.wait.reason
+        elif not job.phase.has_workers or world is None or world.member(node.incarnation) is None:
+            waits = standby(state, node)
+            found[node.name] = waits.reason if waits is not None else ""
+    return found
+
+
 def stand_by_or_gather(common: Common, node: Node, directive: control_pb2.Directive) -> None:
     """The order for a node outside a running world."""
     state, job = common.state, common.job
     resume = resume_point(job)
-    if not node.sees_directory:
-        directive.wait.round = job.round
-        if resume is not None:
-            # It joins again if the directory is mounted after all.
-            look_for(directive, resume)
-        directive.wait.reason = f"{node.name} does not see the job's checkpoint directory: it stays a spare"
-        return
-    if resume is not None and node.unreadable == resume.digest:
-        directive.wait.reason = f"{node.name} cannot read {resume.name}, others can: it stays a spare"
-        return
-    if node.refused:
-        directive.wait.reason = f"{node.name} cannot take part, and stays a spare: {node.refused}"
-        return
-    if job.phase.has_workers:
-        # Not the next round yet. A Join sent while the world still trains announces the newcomer, but something may be
-        # sealed a moment after its inventory was made. The next Gather asks for it again.
-        directive.wait.round = job.epoch
-        start = job.checkpoint(job.world.resume) if job.world is not None else None
-        if start is not None and not start.parts:
-            # From the start: a Join tells of what it was asked for, not of all that there is.
-            look_for(directive, start)
-        if start is not None and not start.parts and node.joined is not None and start.digest not in node.joined.seen:
-            directive.wait.reason = f"{node.name} does not see checkpoint {start.name}: a spare that keeps looking"
-        else:
-            directive.wait.reason = spare_reason(state, node)
-        return
-    if resume is not None and has_looked_in_vain(job, node, resume.digest):
-        directive.wait.round = job.round
-        look_for(directive, resume)
-        tell_parts(common.needs(node), directive.wait, common.more_parts(node))
-        directive.wait.reason = f"{node.name} does not see checkpoint {resume.name}: a spare that keeps looking"
+    waits = standby(state, node)
+    if waits is not None:
+        directive.wait.round, directive.wait.reason = waits.round, waits.reason
+        if waits.look_for is not None:
+            directive.wait.look_for.name, directive.wait.look_for.digest = waits.look_for.name, waits.look_for.digest
+        if waits.fetches:
+            tell_parts(common.needs(node), directive.wait, common.more_parts(node))
         return
     directive.gather.round = job.round
     if job.world is not None and node.name == state.live.gathering.taker:
@@ -348,11 +390,6 @@ def sources_proto(sources: tuple[Source, ...]) -> list[control_pb2.HeldPart]:
         control_pb2.HeldPart(group_rank=part, addresses=found.addresses, leaves=found.leaves)
         for part, found in enumerate(sources)
     ]
-
-
-def look_for(directive: control_pb2.Directive, record: Checkpoint) -> None:
-    """Asks the node to join again when this checkpoint comes into sight."""
-    directive.wait.look_for.name, directive.wait.look_for.digest = record.name, record.digest
 
 
 def has_looked_in_vain(job: Job, node: Node, digest: str) -> bool:

@@ -81,7 +81,11 @@ class Node:
 
     @property
     def directive(self) -> control_pb2.Directive:
-        return brain.view(self.job.state, self.name)
+        """What its agent is told now. Of why it waits, people are told the same."""
+        found = brain.view(self.job.state, self.name)
+        (shown,) = (node for node in brain.status(self.job.state, self.job.now).nodes if node.node == self.name)
+        assert shown.reason == found.wait.reason
+        return found
 
     @property
     def order(self) -> str:

@@ -143,3 +143,19 @@ def test_a_master_that_can_record_nothing_says_so() -> None:
     )
     reply.store_trouble = ""
     assert not any("cannot record" in line for line in status_lines(reply))
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("b is a spare: the world has 1 node", ": the world has 1 node"),
+        ("b does not see the job's checkpoint directory", ": does not see the job's checkpoint directory"),
+        ("another node has failed with b", ": another node has failed with b"),
+        ("", ""),
+    ],
+)
+def test_a_spare_says_why_it_is_one(reason: str, said: str) -> None:
+    """Behind its name, which the reason begins with, too."""
+    reply = pb.StatusReply(job_id="job", phase=pb.PHASE_RUNNING)
+    reply.nodes.add(node="b", role="spare", host="h", nproc=2, reason=reason)
+    assert status_lines(reply)[1] == f"  spare  b on h, 2 workers{said}"

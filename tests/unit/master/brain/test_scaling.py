@@ -39,6 +39,8 @@ def test_a_scale_down_drains_and_loses_nothing() -> None:
     assert "lost 0 steps" in job.notices
     status = brain.status(job.state, job.now)
     assert (status.limit, status.settings.max_nodes) == (2, 4)
+    told = ["", "", *(node.directive.wait.reason for node in nodes[2:])]
+    assert [node.reason for node in status.nodes] == told
 
 
 def test_spares_replace_lost_nodes_up_to_the_limit_and_grow_beyond_it_only_when_it_is_lifted() -> None:

@@ -35,7 +35,7 @@ def told(step: int = 240) -> pb.StatusReply:
     reply.goodput = 0.973
     reply.nodes.add(node="a", role="member", group_rank=0, host="host-a", nproc=8)
     reply.nodes.add(node=LONG, role="member", group_rank=1, host=LONG, nproc=8)
-    reply.nodes.add(node="<img src=x>", role="spare", host="host-c", nproc=8)
+    reply.nodes.add(node="<img src=x>", role="spare", host="host-c", nproc=8, reason="the world has 2 nodes")
     first = reply.history.add(epoch=1, nodes=1, world_size=8, cause="a joined", first_step=1, last_step=100)
     first.paused = 0.0
     for number, (cause, nodes, began, lost) in enumerate(
@@ -130,6 +130,7 @@ def test_the_page_shows_the_job(shown: tuple[Served, Browser]) -> None:
     for name in ("step240", "loss1.2500", "goodput97.3 %", "lost steps10", "committed220", "workers16"):
         assert name in numbers
     assert "<img src=x>" in text(browser, "nodes")
+    assert text(browser, "nodes").endswith("the world has 2 nodes")
     assert browser.tell("document.querySelectorAll('img').length") == 0
     assert "b joined" in text(browser, "history")
     assert "step-220.e3.1" in text(browser, "checkpoints")
