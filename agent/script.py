@@ -21,6 +21,7 @@ from .own_modules import first_path, own_places, tops_in
 
 __all__ = [
     "ALWAYS",
+    "CAN_RUN_AHEAD",
     "FLAG",
     "Script",
     "ScriptError",
@@ -47,6 +48,8 @@ __all__ = [
 FLAG = "--universal-checkpoint"
 # argparse's exit code for arguments that it does not know.
 _BAD_ARGUMENTS = 2
+# Python 3.10 has paths whose functions cannot be replaced.
+CAN_RUN_AHEAD = sys.version_info >= (3, 11)
 # The file that is given to ms-swift with --external_plugins.
 _SWIFT_PLUGIN = "dalsegno_swift_plugin"
 
@@ -375,8 +378,7 @@ def runs_ahead(script: Script, wanted: str) -> bool:
         wanted: "auto", "always" or "never". "auto" means only scripts with a session, which resume from what the
             session gives them; any other may look for its last save before it needs its place.
     """
-    # Python 3.10 has paths whose functions cannot be replaced.
-    if sys.version_info < (3, 11) or not script.adoptable:
+    if not CAN_RUN_AHEAD or not script.adoptable:
         return False
     return wanted == "always" or (wanted == "auto" and expects_session(script))
 

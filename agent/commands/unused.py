@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..script import CAN_RUN_AHEAD
 from ..storage.macros import misspelt
 
 __all__ = ["IGNORED", "UNUSED", "ignored"]
@@ -59,6 +60,8 @@ def ignored(options: argparse.Namespace) -> list[str]:
         lines.append(line)
     if options.standalone and options.rdzv_endpoint and not options.own_endpoint:
         lines.append("--rdzv-endpoint has no effect: --standalone has a master of its own")
+    if options.run_ahead == "always" and not CAN_RUN_AHEAD:
+        lines.append("--run-ahead=always has no effect: it needs Python 3.11 or newer")
     for word, meant in misspelt(options.training_script_args):
         lines.append(f"{word} is handed to the script as it is: only '{meant}' stands for a directory")
     return lines

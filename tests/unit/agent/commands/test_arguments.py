@@ -227,6 +227,17 @@ def test_a_switch_of_torchrun_without_effect_says_so() -> None:
     assert ignored(parse(["--start-method=spawn", "--shutdown-timeout=0", "x.py"], {}))[1:] != []
 
 
+@pytest.mark.parametrize("can", [False, True])
+@pytest.mark.parametrize("given", ["--run-ahead=always", "--run-ahead=auto", "--node-name=a"])
+def test_where_nothing_runs_ahead_the_flag_for_it_is_told(
+    can: bool, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Python 3.10, to who asks for it."""
+    monkeypatch.setattr("dalsegno.agent.commands.unused.CAN_RUN_AHEAD", can)
+    told = ["--run-ahead=always has no effect: it needs Python 3.11 or newer"]
+    assert ignored(parse([given, "x.py"], {})) == (told if not can and given.endswith("always") else [])
+
+
 def options_for(script: str, *arguments: str, module: bool = False) -> argparse.Namespace:
     return parse([*(["-m"] if module else []), script, *arguments], {})
 
