@@ -48,7 +48,7 @@ def _add_pod(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-baseline",
         action="store_true",
-        help="begin anew if there is a milestone, and it cannot be had now",
+        help="begin anew, without asking for milestones, where no checkpoint on the volume is intact",
     )
     parser.add_argument(
         "--allow-older",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -232,7 +233,7 @@ class EtcdStore:
         found = self._client.get(self._at + "head")
         if found is None:
             if self._revision:
-                raise StoreDamaged(f"the store in etcd is damaged: {self._at}head is gone; {_CURE}")
+                raise StoreDamaged(f"the store in etcd is damaged: {self._at}head is gone; {self._cure}")
             return
         head = decoded(found.data)
         if head.job_id != self._job_id:
@@ -311,7 +312,10 @@ class EtcdStore:
         except EtcdUnavailable as error:
             raise StoreAway(f"cannot {doing} the store in etcd: {error}", error.cure) from error
         except WrongChunk as error:
-            raise StoreDamaged(f"the store in etcd ({self._at}) is damaged: {error}; {_CURE}") from error
+            raise StoreDamaged(f"the store in etcd ({self._at}) is damaged: {error}; {self._cure}") from error
 
-
-_CURE = "delete its keys (etcdctl del --prefix) to have the job found again from its checkpoints"
+    @property
+    def _cure(self) -> str:
+        # Without the last slash the keys of every job go whose name begins like this one's.
+        command = f"etcdctl del --prefix {shlex.quote(self._at)}"
+        return f"delete its keys ({command}) to have the job found again from its checkpoints"
