@@ -59,7 +59,8 @@ def check_factors(saved: Factors, now: Factors) -> None:
                 raise ValueError(
                     f"the scheduler's function is another one than the checkpoint's: at its step {step} that gave "
                     f"{one:.6g}, and this gives {other:.6g}, so the learning rate would leave its curve. Restore it, "
-                    "start a new run, or give other_schedule=True if that is intended"
+                    "start a new run, or, if that is intended, give s.state, s.engine or Trainer (or else "
+                    "TrainingState.load or elastic.deepspeed.restore) other_schedule=True"
                 )
 
 

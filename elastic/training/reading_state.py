@@ -317,7 +317,7 @@ def check_same_dtypes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> No
     if other:
         raise ValueError(
             f"the checkpoint was saved with another dtype: {few(sorted(set(other.values())))}; the training would go on"
-            " with other numbers: make the model as it was, or ask for the conversion with cast=True"
+            " with other numbers: make the model as it was, or ask for the conversion by cast=True (s.state, DDP, FSDP)"
         )
 
 

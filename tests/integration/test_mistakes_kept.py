@@ -118,8 +118,8 @@ def test_other_data_at_the_next_start(tmp_path: Path) -> None:
     "torch saves where such a schedule stands, and not its function: the learning rate would leave its curve. What the "
     "function gives at steps from 0 to 2,000,000 is compared, unless it may have a memory (it counts its calls, draws "
     "numbers, or nobody can tell): that is never called out of turn",
-    "restore it; `other_schedule=True` (of `Trainer`, `TrainingState.load`, `elastic.deepspeed.restore`) for a change "
-    "that is meant",
+    "restore it; `other_schedule=True` (of `s.state`, `s.engine`, `Trainer`, `TrainingState.load`, "
+    "`elastic.deepspeed.restore`) for a change that is meant",
 )
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "zero2", "own loop", "engine"])
 def test_another_function_of_a_schedule(tmp_path: Path, how: str) -> None:

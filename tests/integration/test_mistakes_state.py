@@ -292,7 +292,8 @@ def test_the_curve_of_what_was_made_right_is_the_same_in_another_world(tmp_path:
     "weights that were saved in fp32 (or fp64), and a model in bf16, or the reverse",
     Comes.REFUSED,
     "loading converts them without a word, and the training would go on with other numbers",
-    "make the model as it was; or `TrainingState.load(cast=True)`, `DDP(cast=True)`, `FSDP(cast=True)`",
+    "make the model as it was; or `s.state(cast=True)`, `TrainingState.load(cast=True)`, `DDP(cast=True)`, "
+    "`FSDP(cast=True)`",
 )
 @pytest.mark.parametrize("strategy", ["own loop", "ddp", "fsdp"])
 def test_another_dtype_is_refused_unless_it_is_asked_for(tmp_path: Path, strategy: str) -> None:

@@ -18,7 +18,7 @@ CONTRACTS = (ROOT / "docs" / "contracts.md").read_text(encoding="utf-8")
 PLUGIN = {"DALSEGNO_GLOBAL_BATCH_SIZE", "DALSEGNO_FIXED_MICRO_BATCH", "DALSEGNO_MEMORY_EVERY", "DALSEGNO_STAY"}
 NAMES = {value for name, value in vars(Variable).items() if name.isupper()}
 SECRETS = {Variable.TOKEN, Variable.ADMIN_TOKEN}
-FOR_WORKERS = NAMES - SECRETS - {Variable.MASTER, Variable.FLAG, Variable.MASTER_FLAG, Variable.DOCTOR}
+FOR_WORKERS = NAMES - SECRETS - {Variable.MASTER, Variable.FLAG, Variable.MASTER_FLAG}
 
 
 def test_it_needs_nothing() -> None:
