@@ -7,7 +7,6 @@ from two threads would pair up differently on different ranks.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -16,6 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
+
+from .envelopes import Said, judge, packed, unpacked
 
 T = TypeVar("T")
 
@@ -59,7 +60,12 @@ class PendingGather(Protocol):
 
 
 class Collective(Protocol):
-    """What the session needs of a group. All ranks call the same methods in the same order."""
+    """What the session needs of a group. All ranks call the same methods in the same order.
+
+    One exception: a rank that ends may `meet` with its problem while the others are in any collective but ``start_max``
+    and ``start_sum``. These, which run beside the steps, carry bare numbers; all others carry messages (`envelopes`),
+    and raise what `meet` raises.
+    """
 
     rank: int
     world_size: int
@@ -72,7 +78,9 @@ class Collective(Protocol):
         """Begins an element-wise sum over the ranks, exact below 2**63."""
         ...
 
-    def max(self, values: Sequence[int]) -> list[int]: ...
+    def max(self, values: Sequence[int]) -> list[int]:
+        """The element-wise maximum over the ranks."""
+        ...
 
     def sum(self, value: float) -> float:
         """The sum over the ranks in double precision, the same bits on every rank."""
@@ -82,11 +90,19 @@ class Collective(Protocol):
         """Rank 0's ``message`` (plain JSON values) on every rank; the others' is ignored."""
         ...
 
-    def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
-        """Every rank's ``message`` (plain JSON values), in rank order, on every rank.
+    def gather(self, message: Any) -> list[Any]:
+        """Every rank's ``message`` (plain JSON values), in rank order, on every rank."""
+        ...
+
+    def meet(self, said: Said, *, patience_seconds: float | None = None) -> None:
+        """All ranks compare what they ``said``; see `agreement.agree`.
 
         Args:
+            said: By this rank.
             patience_seconds: What it may take; after that the group is unusable. Default: the group's own timeout.
+
+        Raises:
+            Unlike, Refusal, Trouble: See `envelopes.judge`. On all ranks, whatever message they brought.
         """
         ...
 
@@ -137,8 +153,11 @@ class Solo:
     def broadcast(self, message: Any) -> Any:
         return message
 
-    def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
+    def gather(self, message: Any) -> list[Any]:
         return [message]
+
+    def meet(self, said: Said, *, patience_seconds: float | None = None) -> None:
+        judge([said])
 
     def start_gather(self, message: Any) -> PendingGather:
         return Done([message])
@@ -156,7 +175,38 @@ class Solo:
         return None
 
 
-class GlooCollective:
+class ByMessages:
+    """Collectives that are gathers of messages.
+
+    So the group takes any of them for any other. Gloo aborts processes whose collectives differ in size, and a rank
+    that ends with a problem does not know what the others are in.
+    """
+
+    rank: int
+
+    def gather(self, message: Any) -> list[Any]:
+        """See `Collective`."""
+        raise NotImplementedError
+
+    def max(self, values: Sequence[int]) -> list[int]:
+        """See `Collective`."""
+        return [max(column) for column in zip(*self.gather([int(value) for value in values]), strict=True)]
+
+    def sum(self, value: float) -> float:
+        """See `Collective`."""
+        # Added in rank order: every rank gets the same bits. JSON keeps each bit of a number in double precision.
+        return float(sum(self.gather(float(value))))
+
+    def broadcast(self, message: Any) -> Any:
+        """See `Collective`."""
+        return self.gather(message if self.rank == 0 else None)[0]
+
+    def barrier(self) -> None:
+        """See `Collective`."""
+        self.gather(None)
+
+
+class GlooCollective(ByMessages):
     """A gloo group of all ranks. It connects at the first use, and at the first use after ``close``.
 
     Args:
@@ -185,29 +235,14 @@ class GlooCollective:
     def start_sum(self, values: Sequence[int]) -> Pending:
         return self._start(values, "SUM")
 
-    def max(self, values: Sequence[int]) -> list[int]:
-        return self.start_max(values).wait()
+    def gather(self, message: Any) -> list[Any]:
+        return _Gather(self, message).wait()
 
-    def sum(self, value: float) -> float:
-        import torch
-
-        # Gathered and added in rank order: every rank gets the same bits, whatever algorithm gloo uses.
-        return float(
-            sum(part.item() for part in self._all_gather(torch.tensor([value], dtype=torch.float64, device="cpu")))
-        )
-
-    def broadcast(self, message: Any) -> Any:
-        # Messages are short, so one gather of all ranks is as good as a real broadcast.
-        return self.gather(message if self.rank == 0 else None)[0]
-
-    def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
-        return _Gather(self, message, patience_seconds).wait()
+    def meet(self, said: Said, *, patience_seconds: float | None = None) -> None:
+        _Gather(self, said, patience_seconds).wait()
 
     def start_gather(self, message: Any) -> PendingGather:
         return _Gather(self, message)
-
-    def barrier(self) -> None:
-        self.max([0])
 
     @contextmanager
     def unless(self, gone: Callable[[], bool]) -> Iterator[None]:
@@ -260,14 +295,11 @@ class GlooCollective:
         options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, operation))
         return _Reduction(self._connected().allreduce([tensor], options), tensor, self._wait)
 
-    def _all_gather(self, tensor: Any) -> list[Any]:
-        return self.start_all_gather(tensor).wait()
-
     def start_all_gather(self, tensor: Any, patience_seconds: float | None = None) -> _AllGather:
         """Begins to gather tensors of one shape.
 
         Args:
-            patience_seconds: As with `gather`.
+            patience_seconds: As with `meet`.
         """
         import torch
 
@@ -368,10 +400,10 @@ class _AllGather:
 
 
 class _Gather:
-    """Of plain JSON values. The first round has each one's length and beginning."""
+    """Of messages in their envelopes. The first round has each one's length and beginning."""
 
     def __init__(self, group: GlooCollective, message: Any, patience_seconds: float | None = None) -> None:
-        self._group, self._data = group, json.dumps(message, allow_nan=True).encode()
+        self._group, self._data = group, packed(message)
         begin = self._data[: HEAD_BYTES - LENGTH_BYTES]
         head = _padded(len(self._data).to_bytes(LENGTH_BYTES, "big") + begin, HEAD_BYTES)
         self._heads = group.start_all_gather(head, patience_seconds)
@@ -385,7 +417,7 @@ class _Gather:
         if longest:
             rests = self._group.start_all_gather(_padded(self._data[HEAD_BYTES - LENGTH_BYTES :], longest)).wait()
             begun = [part + rest.numpy().tobytes() for part, rest in zip(begun, rests, strict=True)]
-        return [json.loads(part[:length]) for part, length in zip(begun, lengths, strict=True)]
+        return unpacked([part[:length] for part, length in zip(begun, lengths, strict=True)])
 
 
 class _Reduction:

@@ -1,7 +1,7 @@
 """If one rank refuses to train, all ranks refuse together, and the agent is told.
 
 A rank that refused alone would leave the others waiting in the next collective until somebody kills them. So it brings
-its finding to the next meeting of all ranks, and all end with the same line (`agreement`). The agent is told that they
+its finding to the others' next collective, and all end with the same line (`agreement`). The agent is told that they
 have agreed, because another start would end in the same way.
 """
 
@@ -46,8 +46,6 @@ class Meetings:
 
     def __init__(self, collective: Collective, link: Link | None, apart: Callable[[], str] = str) -> None:
         self._collective, self._link, self.over = collective, link, False
-        # The last meeting has ended all ranks.
-        self._all_know = False
         self.apart = apart
 
     def check_open(self, step: int) -> None:
@@ -85,13 +83,10 @@ class Meetings:
             OtherThread: See `check_thread`.
         """
         self.check_thread()
-        self._all_know = False
         try:
             agree(self._collective, alike, problem, final=final)
-        except (Refusal, Trouble) as ended:
-            self._all_know = True
-            if isinstance(ended, Refusal):
-                self.refused(str(ended))
+        except Refusal as ended:
+            self.refused(str(ended))
             raise
 
     @contextmanager
@@ -109,18 +104,17 @@ class Meetings:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """If this rank refuses something in this block, the others hear it at their next meeting, where it waits.
+        """If this rank refuses something in this block, the others hear it in their next collective, where it waits.
+
+        That is any collective of messages, see `Collective`: what the others would exchange there does not matter.
 
         A rank's own mistake (`is_mistake`) keeps its type here; the others get a `Refusal` with its text. An error that
         may come from the surroundings leaves the block as it is, because another start may succeed.
         """
-        self._all_know = False
         try:
             yield
-        except (Refusal, Trouble):
-            raise  # All know.
         except Exception as error:
-            if is_mistake(error) and not self._all_know:
+            if is_mistake(error) and not _all_know(error):
                 self._tell(error)
             raise
 
@@ -237,6 +231,18 @@ def has_a_peers(error: BaseException) -> bool:
     """Whether a ValueError was made from an error that may be a peer's end. What all ranks have agreed on was not."""
     cause = error.__cause__
     return not isinstance(error, Refusal) and cause is not None and may_be_a_peers(cause)
+
+
+def _all_know(error: BaseException) -> bool:
+    """Whether all ranks have ended with it, or with what it was made from."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        if isinstance(found, (Refusal, Trouble)):
+            return True
+        seen.append(found)
+        found = found.__context__ if found.__cause__ is None else found.__cause__
+    return False
 
 
 def is_mistake(error: BaseException) -> bool:

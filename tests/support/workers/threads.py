@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from dalsegno.elastic.rank.board import LocalStore
-from dalsegno.elastic.rank.collective import Done, Pending, PendingGather
+from dalsegno.elastic.rank.collective import ByMessages, Done, Pending, PendingGather
+from dalsegno.elastic.rank.envelopes import Said, packed, unpacked
 
 T = TypeVar("T")
 
@@ -46,7 +46,17 @@ class Meeting:
             self._changed.notify_all()
 
 
-class Threads:
+class Gathered:
+    """A gather under way: its envelopes are opened when somebody waits for it."""
+
+    def __init__(self, envelopes: list[bytes]) -> None:
+        self._envelopes = envelopes
+
+    def wait(self) -> list[Any]:
+        return unpacked(self._envelopes)
+
+
+class Threads(ByMessages):
     """The group of one rank.
 
     Args:
@@ -57,39 +67,35 @@ class Threads:
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world_size, self._meeting = rank, len(meeting.messages), meeting
 
-    def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
-        # As on the wire: nobody else has the same object.
-        self._meeting.messages[self.rank] = json.dumps(message)
-        self._meeting.meet()
-        found = [json.loads(one) for one in self._meeting.messages]
-        self._meeting.meet()
-        return found
+    def gather(self, message: Any) -> list[Any]:
+        return self.start_gather(message).wait()
+
+    def meet(self, said: Said, *, patience_seconds: float | None = None) -> None:
+        self.gather(said)
 
     def start_gather(self, message: Any) -> PendingGather:
-        return Done(self.gather(message))
+        return Gathered(self._exchange("messages", packed(message)))
+
+    def _exchange(self, kind: str, own: Any) -> list[Any]:
+        # As on the wire: nobody else has the same object.
+        self._meeting.messages[self.rank] = kind, own
+        self._meeting.meet()
+        found = list(self._meeting.messages)
+        self._meeting.meet()
+        if any(other != kind for other, _ in found):
+            raise Gone(f"gloo may abort ranks that are in unlike collectives: {[other for other, _ in found]}")
+        return [one for _, one in found]
 
     def channel(self, use: str) -> Any:
         if use not in ("board", "verification"):
             raise NotImplementedError(use)
         return self._meeting.stores.setdefault(use, LocalStore())
 
-    def broadcast(self, message: Any) -> Any:
-        return self.gather(message)[0]
-
-    def max(self, values: Sequence[int]) -> list[int]:
-        return [max(column) for column in zip(*self.gather(list(values)), strict=True)]
-
     def start_max(self, values: Sequence[int]) -> Pending:
-        return Done(self.max(values))
+        return Done([max(column) for column in zip(*self._exchange("max", list(values)), strict=True)])
 
     def start_sum(self, values: Sequence[int]) -> Pending:
-        return Done([sum(column) for column in zip(*self.gather(list(values)), strict=True)])
-
-    def sum(self, value: float) -> float:
-        return float(sum(self.gather(value)))
-
-    def barrier(self) -> None:
-        self._meeting.meet()
+        return Done([sum(column) for column in zip(*self._exchange("sum", list(values)), strict=True)])
 
     @contextmanager
     def unless(self, gone: Callable[[], bool]) -> Iterator[None]:

@@ -9,18 +9,17 @@ import pytest
 
 from dalsegno.elastic.rank.agreement import PART, Unlike, agree, differences, missing_part
 from dalsegno.elastic.rank.collective import GlooCollective, OtherThread, Solo
+from dalsegno.elastic.rank.envelopes import Said, judge
 
 
 class Table(Solo):
     """Ranks of which one is asked; the others have said what they have to say."""
 
     def __init__(self, *told: dict[str, Any], problems: dict[int, str] | None = None) -> None:
-        self.answers = [
-            {"alike": one, "problem": (problems or {}).get(rank, ""), "final": True} for rank, one in enumerate(told)
-        ]
+        self.answers = [Said(one, (problems or {}).get(rank, "")) for rank, one in enumerate(told)]
 
-    def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
-        return self.answers
+    def meet(self, said: Said, *, patience_seconds: float | None = None) -> None:
+        judge(self.answers)
 
 
 def test_what_differs_is_named_with_its_values_and_ranks() -> None:

@@ -14,51 +14,35 @@ import torch
 from torch import Tensor, nn
 
 from dalsegno.elastic.rank.agreement import Unlike
+from dalsegno.elastic.rank.collective import PendingGather
 from dalsegno.elastic.saving.optimizers import check_kept
 from dalsegno.elastic.trainer import alike
 from dalsegno.elastic.training import copies, digest
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.hyperparameters import told_of
 from dalsegno.elastic.training.wrappers import Frozen
+from tests.support.workers.threads import Meeting, Threads
 
 SECONDS = 60
 
 
-class Together:
-    """A group of ranks that are threads of this process."""
+class Counted(Threads):
+    """Counts how often the ranks tell each other something."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size, self.messages = world_size, [None] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=SECONDS)
+    gathers = 0
 
-    def of(self, rank: int) -> Any:
-        group = self
-
-        class One:
-            world_size = group.world_size
-            gathers = 0
-
-            def __init__(self) -> None:
-                self.rank = rank
-
-            def gather(self, message: Any) -> list[Any]:
-                self.gathers += 1
-                group.messages[rank] = message
-                group.barrier.wait()
-                found = list(group.messages)
-                group.barrier.wait()
-                return found
-
-        return One()
+    def start_gather(self, message: Any) -> PendingGather:
+        self.gathers += 1
+        return super().start_gather(message)
 
 
 def each(train: Callable[[int, Copies], Any], world_size: int = 2) -> list[Any]:
     """What comes of it on each rank: what it gives, or the error."""
-    group, found = Together(world_size), [None] * world_size
+    meeting, found = Meeting(world_size), [None] * world_size
 
     def one(rank: int) -> None:
         try:
-            found[rank] = train(rank, Copies(group.of(rank)))
+            found[rank] = train(rank, Copies(Counted(rank, meeting)))
         except Unlike as error:
             found[rank] = error  # type: ignore[call-overload]
 

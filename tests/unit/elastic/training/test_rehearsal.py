@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,26 +10,10 @@ import pytest
 
 from dalsegno.elastic import background
 from dalsegno.elastic.rank import meetings
-from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.meetings import Meetings
 from dalsegno.elastic.training import loop
 from dalsegno.elastic.training.rehearsal import rehearse
-
-
-class Two(Solo):
-    """One rank of two, that meet in turn."""
-
-    world_size = 2
-
-    def __init__(self, rank: int, place: threading.Barrier, said: list[str]) -> None:
-        self.rank, self._place, self._said = rank, place, said  # type: ignore[misc]
-
-    def gather(self, message: Any, *, patience_seconds: float | None = None) -> list[Any]:
-        self._said[self.rank] = json.dumps(message)
-        self._place.wait(10)
-        heard = [json.loads(one) for one in self._said]
-        self._place.wait(10)
-        return heard
+from tests.support.workers.threads import Threads, together
 
 
 class State:
@@ -53,16 +34,15 @@ def test_rank_0_alone_saves_is_not_said_with_a_function_that_does_nothing(
 ) -> None:
     """`save=state.write if s.rank == 0 else (lambda path: None)`: one line on both ranks, before anything crosses."""
     monkeypatch.setattr(meetings, "check_main_thread", lambda: None)
-    place, said = threading.Barrier(2), ["", ""]
     options = {"order": None, "strategy": "ddp", "any_world_size": None}
 
-    def rank(number: int) -> str:
-        met = Meetings(Two(number, place, said), None)
+    def rank(group: Threads) -> str:
+        met = Meetings(group, None)
         compare: Any = met.compare
         session: Any = SimpleNamespace(
             meetings=met, can_save=True, compare=lambda told, *, problem, final: compare(told, problem, final=final)
         )
-        whole = alike or number == 0
+        whole = alike or group.rank == 0
         if in_background:
             save: Any = background(State().files if whole else dict)
         else:
@@ -74,7 +54,7 @@ def test_rank_0_alone_saves_is_not_said_with_a_function_that_does_nothing(
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(2) as ranks:
-        first, second = ranks.map(rank, (0, 1))
+    first, second = together(2, rank)
+    assert isinstance(first, str)
     assert first == second
     assert ("State" in first and " on rank 0" in first) == (not alike)
