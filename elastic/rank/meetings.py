@@ -46,6 +46,9 @@ class Meetings:
 
     def __init__(self, collective: Collective, link: Link | None, apart: Callable[[], str] = str) -> None:
         self._collective, self._link, self.over = collective, link, False
+        # In a block of `telling`: how many these are, one in another, and what this rank has told of in them.
+        self._blocks = 0
+        self._told: Exception | None = None
         self.apart = apart
 
     def check_open(self, step: int) -> None:
@@ -111,12 +114,18 @@ class Meetings:
         A rank's own mistake (`is_mistake`) keeps its type here; the others get a `Refusal` with its text. An error that
         may come from the surroundings leaves the block as it is, because another start may succeed.
         """
+        self._blocks += 1
         try:
             yield
         except Exception as error:
-            if is_mistake(error) and not _all_know(error):
+            if is_mistake(error) and not _all_know(error, self._told):
+                self._told = error
                 self._tell(error)
             raise
+        finally:
+            self._blocks -= 1
+            if not self._blocks:
+                self._told = None  # It holds what the script has in its hands.
 
     def refused(self, line: str) -> None:
         """Tells the agent that all ranks have agreed to end with this line."""
@@ -233,12 +242,12 @@ def has_a_peers(error: BaseException) -> bool:
     return not isinstance(error, Refusal) and cause is not None and may_be_a_peers(cause)
 
 
-def _all_know(error: BaseException) -> bool:
-    """Whether all ranks have ended with it, or with what it was made from."""
+def _all_know(error: BaseException, told: Exception | None) -> bool:
+    """Whether all ranks have ended with it, or with what it was made from; ``told``: what this one has told of."""
     seen: list[BaseException] = []
     found: BaseException | None = error
     while found is not None and found not in seen:
-        if isinstance(found, (Refusal, Trouble)):
+        if isinstance(found, (Refusal, Trouble)) or found is told:
             return True
         seen.append(found)
         found = found.__context__ if found.__cause__ is None else found.__cause__

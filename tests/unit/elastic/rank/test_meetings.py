@@ -47,6 +47,30 @@ def test_the_others_hear_of_a_mistake(how: str) -> None:
     assert others.patience == [PATIENCE_SECONDS]
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_blocks_in_blocks_tell_once(wrapped: bool) -> None:
+    """As a `Trainer` that loads, whose strategy checks the model: who has heard it comes to no other meeting."""
+    others = Others()
+    one, agent = met(others)
+
+    def checks() -> None:
+        try:
+            with one.together():
+                raise ValueError("another model")
+        except ValueError as error:
+            if wrapped:
+                raise ValueError("it holds another model") from error
+            raise
+
+    with pytest.raises(ValueError, match="another model"), one.telling():
+        checks()
+    assert others.patience == [PATIENCE_SECONDS]
+    assert len(agent.said) == 1
+    with pytest.raises(ValueError, match="next"), one.telling():
+        raise ValueError("the next one")
+    assert len(agent.said) == 2
+
+
 def test_this_rank_hears_of_theirs() -> None:
     """Where a meeting ends the block; else at the next one. Nobody is told twice."""
     one, agent = met(Others("another model"))
