@@ -66,9 +66,11 @@ def test_blocks_in_blocks_tell_once(wrapped: bool) -> None:
         checks()
     assert others.patience == [PATIENCE_SECONDS]
     assert len(agent.said) == 1
-    with pytest.raises(ValueError, match="next"), one.telling():
-        raise ValueError("the next one")
-    assert len(agent.said) == 2
+    again = ValueError("the next one")
+    for times in (2, 3):
+        with pytest.raises(ValueError, match="next"), one.telling():
+            raise again
+        assert len(agent.said) == times
 
 
 def test_this_rank_hears_of_theirs() -> None:
