@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .collective import Collective, OtherThread, PeerLost
-from .envelopes import PART, Refusal, Said, Trouble, Unlike, differences, missing_part
+from .envelopes import PART, Refusal, Statement, Trouble, Unlike, differences, missing_part
 
 __all__ = ["PART", "Refusal", "Trouble", "Unlike", "agree", "differences", "missing_part"]
 
@@ -43,7 +43,7 @@ def agree(
         OtherThread: This is not the main thread. No rank has ended.
     """
     try:
-        collective.meet(Said(alike, problem, final), patience_seconds=patience_seconds)
+        collective.meet(Statement(alike, problem, final), patience_seconds=patience_seconds)
     except (OtherThread, Trouble):
         raise
     except RuntimeError as error:

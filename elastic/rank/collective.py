@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from .envelopes import Said, judge, packed, unpacked
+from .envelopes import Statement, judge, packed, unpacked
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class Collective(Protocol):
         """Every rank's ``message`` (plain JSON values), in rank order, on every rank."""
         ...
 
-    def meet(self, said: Said, *, patience_seconds: float | None = None) -> None:
+    def meet(self, said: Statement, *, patience_seconds: float | None = None) -> None:
         """All ranks compare what they ``said``; see `agreement.agree`.
 
         Args:
@@ -156,7 +156,7 @@ class Solo:
     def gather(self, message: Any) -> list[Any]:
         return [message]
 
-    def meet(self, said: Said, *, patience_seconds: float | None = None) -> None:
+    def meet(self, said: Statement, *, patience_seconds: float | None = None) -> None:
         judge([said])
 
     def start_gather(self, message: Any) -> PendingGather:
@@ -238,7 +238,7 @@ class GlooCollective(ByMessages):
     def gather(self, message: Any) -> list[Any]:
         return _Gather(self, message).wait()
 
-    def meet(self, said: Said, *, patience_seconds: float | None = None) -> None:
+    def meet(self, said: Statement, *, patience_seconds: float | None = None) -> None:
         _Gather(self, said, patience_seconds).wait()
 
     def start_gather(self, message: Any) -> PendingGather:

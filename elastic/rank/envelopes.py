@@ -31,7 +31,7 @@ class Trouble(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Said:
+class Statement:
     """What a rank says where all ranks compare, or in place of the message that the others exchange.
 
     Attributes:
@@ -46,23 +46,23 @@ class Said:
 
 
 def packed(message: Any) -> bytes:
-    """A message (plain JSON values, or a `Said`) in its envelope: a list of one for what a rank only passes on."""
-    return json.dumps(asdict(message) if isinstance(message, Said) else [message], allow_nan=True).encode()
+    """A message (plain JSON values, or a `Statement`) in its envelope: a list of one for what a rank only passes on."""
+    return json.dumps(asdict(message) if isinstance(message, Statement) else [message], allow_nan=True).encode()
 
 
 def unpacked(envelopes: Sequence[bytes]) -> list[Any]:
-    """The messages of all ranks, in rank order; None for each `Said`.
+    """The messages of all ranks, in rank order; None for each `Statement`.
 
     Raises:
         Unlike, Refusal, Trouble: See `judge`.
     """
     opened = [json.loads(one) for one in envelopes]
-    said = [None if isinstance(one, list) else Said(**one) for one in opened]
+    said = [None if isinstance(one, list) else Statement(**one) for one in opened]
     judge(said)
     return [one[0] if isinstance(one, list) else None for one in opened]
 
 
-def judge(said: Sequence[Said | None]) -> None:
+def judge(said: Sequence[Statement | None]) -> None:
     """Ends all ranks alike if one of them has said a problem, or if they were not started alike.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from dalsegno.elastic.rank.board import LocalStore
 from dalsegno.elastic.rank.collective import ByMessages, Done, Pending, PendingGather
-from dalsegno.elastic.rank.envelopes import Said, packed, unpacked
+from dalsegno.elastic.rank.envelopes import Statement, packed, unpacked
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Threads(ByMessages):
     def gather(self, message: Any) -> list[Any]:
         return self.start_gather(message).wait()
 
-    def meet(self, said: Said, *, patience_seconds: float | None = None) -> None:
+    def meet(self, said: Statement, *, patience_seconds: float | None = None) -> None:
         self.gather(said)
 
     def start_gather(self, message: Any) -> PendingGather:

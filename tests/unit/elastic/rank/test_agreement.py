@@ -9,16 +9,16 @@ import pytest
 
 from dalsegno.elastic.rank.agreement import PART, Unlike, agree, differences, missing_part
 from dalsegno.elastic.rank.collective import GlooCollective, OtherThread, Solo
-from dalsegno.elastic.rank.envelopes import Said, judge
+from dalsegno.elastic.rank.envelopes import Statement, judge
 
 
 class Table(Solo):
     """Ranks of which one is asked; the others have said what they have to say."""
 
     def __init__(self, *told: dict[str, Any], problems: dict[int, str] | None = None) -> None:
-        self.answers = [Said(one, (problems or {}).get(rank, "")) for rank, one in enumerate(told)]
+        self.answers = [Statement(one, (problems or {}).get(rank, "")) for rank, one in enumerate(told)]
 
-    def meet(self, said: Said, *, patience_seconds: float | None = None) -> None:
+    def meet(self, said: Statement, *, patience_seconds: float | None = None) -> None:
         judge(self.answers)
 
 

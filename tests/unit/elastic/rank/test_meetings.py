@@ -12,7 +12,7 @@ import torch
 from dalsegno.elastic.rank import meetings
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
 from dalsegno.elastic.rank.collective import OtherThread, PeerLost, Solo
-from dalsegno.elastic.rank.envelopes import Said, judge
+from dalsegno.elastic.rank.envelopes import Statement, judge
 from dalsegno.elastic.rank.meetings import PATIENCE_SECONDS, Meetings, SessionOver, watch_for_refusals, watch_the_end
 from tests.support.workers.fake_link import FakeLink
 
@@ -21,10 +21,10 @@ class Others(Solo):
     """Another rank that comes to each meeting, with a problem or without; or never."""
 
     def __init__(self, problem: str = "", *, final: bool = True, gone: bool = False) -> None:
-        self.answer = Said(problem=problem, final=final)
+        self.answer = Statement(problem=problem, final=final)
         self.gone, self.patience = gone, list[float | None]()
 
-    def meet(self, said: Said, *, patience_seconds: float | None = None) -> None:
+    def meet(self, said: Statement, *, patience_seconds: float | None = None) -> None:
         self.patience.append(patience_seconds)
         if self.gone:
             raise RuntimeError("timed out")
