@@ -103,8 +103,8 @@ class Counts:
         if not names:
             return Totals({}, {})
         vector = torch.cat([self._sums.get(name, zeros[name]) for name in names])
-        if self._world_size > 1:
-            vector = vector.to(self._collective_device)
+        if world_size_of(self._group) > 1:
+            vector = vector.to(collective_device(self._device, self._group))
             dist.all_reduce(vector, group=self._group)
         summed = vector.cpu()
         ratios: dict[str, tuple[float, float]] = {}
@@ -128,7 +128,7 @@ class Counts:
         """The names of all ranks, also of those that this rank lacks: two gathers of host values."""
         mine = [[name, entry.kind, list(entry.shape)] for name, entry in self._entries.items()]
         agreed: dict[str, _Entry] = {}
-        for rank, theirs in enumerate(self._gather(mine)):
+        for rank, theirs in enumerate(gather_over_ranks(mine, self._device, self._group)):
             for name, kind, shape in theirs:
                 entry = _Entry(kind, tuple(shape))
                 known = agreed.setdefault(name, entry)
@@ -137,31 +137,6 @@ class Counts:
                         f"ranks disagree: {_describe(name, entry)} on rank {rank}, and {_describe(name, known)} before"
                     )
         return agreed
-
-    def _gather(self, message: Any) -> list[Any]:
-        if self._world_size == 1:
-            return [message]
-        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
-        lengths = [int(size.item()) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        padded[: len(data)] = data
-        parts = self._all_gather(padded)
-        return [json.loads(part[:n].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
-
-    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        tensor = tensor.to(self._collective_device)
-        parts = [torch.empty_like(tensor) for _ in range(self._world_size)]
-        dist.all_gather(parts, tensor, group=self._group)
-        return [part.cpu() for part in parts]
-
-    @property
-    def _world_size(self) -> int:
-        return dist.get_world_size(self._group) if dist.is_available() and dist.is_initialized() else 1
-
-    @property
-    def _collective_device(self) -> torch.device:
-        return collective_device(self._device, self._group)
 
 
 def collective_device(device: torch.device, group: Any = None) -> torch.device:
@@ -173,6 +148,38 @@ def collective_device(device: torch.device, group: Any = None) -> torch.device:
     if "cpu" in kinds:
         return torch.device("cpu")
     return device if device.type in kinds else torch.device(kinds[0])
+
+
+def world_size_of(group: Any = None) -> int:
+    """Ranks of the group; 1 if there is none. None: the default group."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def gather_over_ranks(message: Any, device: torch.device, group: Any = None) -> list[Any]:
+    """Every rank's ``message`` (plain JSON values), in rank order. Collective: two gathers; none if there is one rank.
+
+    Args:
+        message: This rank's.
+        device: As of `Counts`.
+        group: Over whose ranks; None: the default group, if there is one.
+    """
+    world_size = world_size_of(group)
+    if world_size == 1:
+        return [message]
+    where = collective_device(device, group)
+
+    def all_gather(tensor: Tensor) -> list[Tensor]:
+        tensor = tensor.to(where)
+        parts = [torch.empty_like(tensor) for _ in range(world_size)]
+        dist.all_gather(parts, tensor, group=group)
+        return [part.cpu() for part in parts]
+
+    data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+    sizes = all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+    lengths = [int(size.item()) for size in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+    padded[: len(data)] = data
+    return [json.loads(part[:n].numpy().tobytes()) for part, n in zip(all_gather(padded), lengths, strict=True)]
 
 
 def sum_over_ranks(values: Sequence[Tensor | float], device: torch.device) -> list[float]:

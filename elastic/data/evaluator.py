@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ..rank import rng
 from .counts import Counts, Finish, Measured, Totals
+from .evaluated_alike import LENGTH, ReadTogether, compare, length_of
 from .fetching import begun
 
 _OWN_OPTIONS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn", "generator")
@@ -132,26 +133,48 @@ class Evaluator:
 
         Raises:
             Interrupted: ``interrupt`` returned True.
+            Unlike: A ValueError: the ranks have data sets of other lengths, or evaluate otherwise. On all ranks.
         """
         where = _device_of(model) if device is None else torch.device(device)
         rank, world_size = _place()
-        counts = Counts(where)
+        length: int | None = compare(lambda: self._alike(interrupt is not None), where)[LENGTH]
+        counts, stream = Counts(where), ReadTogether(where) if _is_iterable(self._dataset) else None
         with _evaluating(model, rank), torch.no_grad():
-            for number, (data, filler) in enumerate(self._batches(rank, world_size)):
-                if interrupt is not None and number % self._interrupt_every == 0 and interrupt():
-                    raise Interrupted
+            for number, (data, filler) in enumerate(self._batches(rank, world_size, length, stream)):
+                if interrupt is not None and number % self._interrupt_every == 0:
+                    if stream is not None:
+                        # Whoever has come to its end would not come to ``interrupt``, whatever group that is of.
+                        stream.meet(end=False)
+                    if interrupt():
+                        raise Interrupted
                 busy()
                 measured = self._measure(model, to_device(data, where))
                 if not filler:
                     counts.add(measured)
+        if stream is not None:
+            stream.meet(end=True)
         return dict(self._finish(totals)) if _anything(totals := counts.reduce()) else {}
 
-    def _batches(self, rank: int, world_size: int) -> Iterator[tuple[Any, bool]]:
+    def _alike(self, asked: bool) -> dict[str, Any]:
+        """What must be alike on all ranks, by name; ``asked``: there is an ``interrupt``."""
+        stream = _is_iterable(self._dataset)
+        return {
+            "whether the data set is iterable": stream,
+            LENGTH: length_of(self._dataset, stream=stream),
+            "batch_size": int(self._batch_size),
+            "whether interrupt is given": asked,
+            **({"interrupt_every": int(self._interrupt_every)} if asked else {}),
+        }
+
+    def _batches(
+        self, rank: int, world_size: int, length: int | None, stream: ReadTogether | None
+    ) -> Iterator[tuple[Any, bool]]:
         """This rank's batches, as many as on every other rank, each with whether it is a filler."""
-        if _is_iterable(self._dataset):
-            yield from self._of_iterable(rank, world_size)
+        if stream is not None:
+            yield from self._of_iterable(rank, world_size, stream)
             return
-        deal = _Deal(len(self._dataset), self._batch_size, world_size, rank)
+        assert length is not None
+        deal = _Deal(length, self._batch_size, world_size, rank)
         # A generator of its own, because the loader would draw its workers' seed from the training's.
         generator = torch.Generator().manual_seed(rng.derive("evaluation-loader"))
         loader = DataLoader(
@@ -160,12 +183,13 @@ class Evaluator:
         for data, share in zip(begun(loader), deal.shares(), strict=True):
             yield data, share.filler
 
-    def _of_iterable(self, rank: int, world_size: int) -> Iterator[tuple[Any, bool]]:
+    def _of_iterable(self, rank: int, world_size: int, stream: ReadTogether) -> Iterator[tuple[Any, bool]]:
         """The same for an iterable data set. Every rank reads the whole stream, so that all know where it ends."""
         samples = iter(self._dataset)
         first: list[Any] = []
         while gathered := list(islice(samples, self._batch_size * world_size)):
             first = first or gathered[:1]
+            stream.samples += len(gathered)
             share = shares(len(gathered), self._batch_size, world_size, rank)
             yield self._collate(first if share.filler else gathered[share.start : share.stop]), share.filler
 

@@ -62,11 +62,12 @@ def unpacked(envelopes: Sequence[bytes]) -> list[Any]:
     return [one[0] if isinstance(one, list) else None for one in opened]
 
 
-def judge(said: Sequence[Statement | None]) -> None:
+def judge(said: Sequence[Statement | None], unlike: str = "the ranks were not started alike") -> None:
     """Ends all ranks alike if one of them has said a problem, or if they were not started alike.
 
     Args:
         said: By each rank; None: it has only passed on a message.
+        unlike: How the line begins if something differs.
 
     Raises:
         Unlike: Something differs, or some part of the data belongs to no rank.
@@ -77,7 +78,7 @@ def judge(said: Sequence[Statement | None]) -> None:
     wrong = differences(told)
     if wrong:
         more = f"; and {len(wrong) - FEW} more" if len(wrong) > FEW else ""
-        raise Unlike(f"the ranks were not started alike: {'; '.join(wrong[:FEW])}{more}. Give all ranks the same")
+        raise Unlike(f"{unlike}: {'; '.join(wrong[:FEW])}{more}. Give all ranks the same")
     if (missing := missing_part(told)) is not None:
         raise Unlike(missing)
     problems = [(rank, one) for rank, one in enumerate(said) if one is not None and one.problem]

@@ -1,4 +1,4 @@
-"""A Trainer's evaluation under way: the signs of life of what it takes, and what it has changed before it is over.
+"""A Trainer's evaluation: whether ranks have the same data, its signs of life, and what it changes before its end.
 
 The run that goes on from there does all of it again.
 """
@@ -12,13 +12,40 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from dalsegno.elastic.data.evaluated_alike import LENGTH, compare
+
 from .held import counted, exportable, same
 
-__all__ = ["Alive", "Evaluation"]
+__all__ = ["Alive", "Evaluation", "check_alike"]
 
 # Between two signs of life, and the most that they come for where nothing is heard of the evaluation itself: a rank
 # that hangs in one is found to be stuck then. Collectives mostly end by themselves before (`ddp_timeout`).
 SIGN_SECONDS, MOST_SECONDS = 2.0, 3600.0
+
+
+def check_alike(trainer: Any, loader: Any) -> None:
+    """Compares what the ranks are about to evaluate. Collective over the default group; nothing where it is one rank.
+
+    Each rank's loader deals the samples by itself, and each batch is followed by collectives. What is compared is what
+    such loaders are made of; rank 0 may also read for all, or a script make a loader of its own for each rank.
+
+    Args:
+        trainer: It is about to evaluate.
+        loader: This rank's loader.
+
+    Raises:
+        Unlike, Refusal: ValueErrors: other lengths, or one cannot be had. On all ranks.
+        Trouble: A RuntimeError: the latter, where another start may succeed. On all ranks.
+    """
+
+    def tell() -> dict[str, Any]:
+        dealt = getattr(loader, "batch_sampler", None)
+        # Accelerate's, or ms-swift's.
+        if type(dealt).__name__ != "BatchSamplerShard":
+            return {}
+        return {LENGTH: len(loader.dataset), "batch_size": getattr(dealt, "batch_size", None)}
+
+    compare(tell, trainer.args.device)
 
 
 class Alive:

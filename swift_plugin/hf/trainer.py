@@ -32,7 +32,7 @@ from . import data, deepspeed_engine, held, refusals, staying, uneven
 from .arguments import hyperparameters, say_what_changed
 from .boundaries import Boundaries
 from .checkpoints import Unfinished
-from .evaluating import Evaluation
+from .evaluating import Evaluation, check_alike
 from .options import Options
 from .replaced import replaced, undivided
 from .run import ElasticRun, Leaving, strategy_of
@@ -317,6 +317,10 @@ class ElasticTrainer(SavingTrainer):
             found = super()._evaluate(*args, **kwargs)
         self._evaluation = None
         return found
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        check_alike(self, dataloader)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _remember(self, model: Any, trial: Any) -> None:
         """To memory, now and then; not what the Trainer has saved, or is about to as its last or its best."""

@@ -184,8 +184,20 @@ TRAINERS = {
     "trainer's clipping": ("trained", {"max_grad_norm": [0.5, None]}, "max_grad_norm is 0.5 on rank 0, None on rank 1"),
     "trainer's save_every": ("trained", {"save_every": [1, 2]}, "save_every is 1 on rank 0, 2 on rank 1"),
 }
+EVALUATED = {
+    "held out": ({"held_out": [40, 36]}, "length of the data set is 40 on rank 0, 36 on rank 1"),
+    "held out, fewer rounds": ({"held_out": [40, 16]}, "length of the data set is 40 on rank 0, 16 on rank 1"),
+    "held out, batches": ({"held_out": 40, "batch_size": [4, 8]}, "batch_size is 4 on rank 0, 8 on rank 1"),
+    "held out, streamed": (
+        {"held_out": [40, 32], "stream": True},
+        r"number of samples read of the iterable data set is 40 on rank 0, 32 \(its end\) on rank 1",
+    ),
+}
 ALL = {
     **{name: Told(case, options) for name, (case, options, _) in {**UNLIKE, **TRAINERS}.items()},
+    **{name: Told("trained", options) for name, (options, _) in EVALUATED.items()},
+    "held out alike": Told("trained", {"held_out": 40}),
+    "held out alike, streamed": Told("trained", {"held_out": 40, "stream": True}),
     "alike": Told("ours"),
     "larger device": Told("ours", {"micro": [4, 3], "global_batch": 6}),
     "other values of one thing": Told("own_loop", {"place": [12, 13]}),
@@ -251,6 +263,29 @@ def test_ranks_that_were_told_different_things(came: dict[str, Came], name: str)
     pattern = {**UNLIKE, **TRAINERS}[name][2]
     assert re.search(pattern, came[name].refused), came[name].refused
     assert came[name].sealed() == []
+
+
+@brings(
+    "an `Evaluator`, or an evaluation of Hugging Face's `Trainer`, with a data set of another length on some rank, or "
+    "other batches",
+    Comes.REFUSED,
+    "some samples would be measured twice and others never, and ranks would wait for each other. Compared before the "
+    "first batch; of an iterable data set without a length where it ends (not with Hugging Face, and a sharded model "
+    "may hang before)",
+    "give all ranks the same; the line says who has what",
+)
+@pytest.mark.parametrize("name", list(EVALUATED))
+def test_ranks_that_evaluate_other_data(came: dict[str, Came], name: str) -> None:
+    """One line on all ranks, and no metric. The training before is whole."""
+    (line,) = {rank["refused"] for rank in came[name].ranks}
+    assert re.search(f"^Unlike: the ranks do not evaluate alike: {EVALUATED[name][1]}", line), line
+    assert [len(rank["steps"]) for rank in came[name].ranks] == [4, 4]
+
+
+def test_ranks_that_evaluate_the_same(came: dict[str, Came]) -> None:
+    """Nothing is falsely refused."""
+    for name in ("held out alike", "held out alike, streamed"):
+        assert {rank["refused"] for rank in came[name].ranks} == {""}
 
 
 def test_ranks_that_were_told_the_same_train(came: dict[str, Came]) -> None:
@@ -564,6 +599,8 @@ FRAMEWORKS = {
     "hf max_steps": Told("hugging_face", {"max_steps": [2, 3]}),
     "hf save_every": Told("hugging_face", {"save_every": [1, 2]}),
     "hf rate": Told("hugging_face", {"rate": [1e-3, 2e-3]}),
+    "hf held out": Told("hugging_face", {"held_out": [40, 16]}),
+    "hf held out alike": Told("hugging_face", {"held_out": 33}),
     "hf fixed at first": Told("hugging_face", {"fixed": True}),
     "hf another size": Told("hugging_face", {"fixed": True, "micro": 4, "max_steps": 4}, after="hf fixed at first"),
     "prepared": Told("accelerated", {"max_steps": 2}),
@@ -579,6 +616,7 @@ UNLIKE_HF = {
     "hf max_steps": "max_steps is 2 on rank 0, 3 on rank 1",
     "hf save_every": "save_steps is 1 on rank 0, 2 on rank 1",
     "hf rate": "learning_rate is 0.001 on rank 0, 0.002 on rank 1",
+    "hf held out": "the ranks do not evaluate alike: length of the data set is 40 on rank 0, 16 on rank 1",
 }
 
 
@@ -604,6 +642,7 @@ def test_trainers_that_were_told_the_same_train_and_go_on_in_their_cut(framework
     """The arguments' enumerations and numbers are nothing that could be falsely refused."""
     assert [len(rank["steps"]) for rank in frameworks["hf alike"].ranks] == [2, 2], frameworks["hf alike"]
     assert {rank["refused"] for rank in frameworks["hf alike"].ranks} == {""}
+    assert {rank["refused"] for rank in frameworks["hf held out alike"].ranks} == {""}
     assert "size of fixed micro-batches: was 3 and is 4" in frameworks["hf another size"].refused
 
 

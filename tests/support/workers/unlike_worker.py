@@ -12,16 +12,16 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from dalsegno import elastic
-from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, Position, Trainer, background
+from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, Evaluator, Position, Trainer, background
 from dalsegno.elastic.training.session import BareSession
 from tests.support.workers import cases
 
@@ -187,6 +187,7 @@ def accelerated(case: Case) -> None:
 
 
 def trained(case: Case) -> Trainer:
+    held_out = case.here("held_out")
     trainer = Trainer(
         nn.Linear(1, 1),
         torch.arange(case.here("length", LENGTH), dtype=torch.float32).reshape(-1, 1),
@@ -200,10 +201,31 @@ def trained(case: Case) -> Trainer:
         save_every=case.here("save_every", 0),
         checkpoint_dir=case.directory if case.here("directory", True) else None,
         max_grad_norm=case.here("max_grad_norm"),
+        evaluator=None if held_out is None else evaluator(case, held_out),
         progress=False,
     )
     trainer.fit()
     return trainer
+
+
+class Counted(IterableDataset[torch.Tensor]):
+    """Rows that nobody knows the number of."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.rows)
+
+
+def evaluator(case: Case, length: int) -> Evaluator:
+    rows = torch.arange(length, dtype=torch.float32).reshape(-1, 1)
+    return Evaluator(
+        Counted(rows) if case.here("stream") else rows,
+        lambda model, data: {"loss": (model(data).square(), len(data))},
+        batch_size=case.here("batch_size", 4),
+        interrupt_every=2,
+    )
 
 
 def note(case: Case, rows: torch.Tensor) -> torch.Tensor:
@@ -260,14 +282,18 @@ def hugging_face(case: Case) -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    rows = [
-        {"input_ids": torch.tensor([n % 16] * 4), "labels": torch.tensor([n % 16] * 4)}
-        for n in range(case.here("length", LENGTH))
-    ]
-    trainer: Any = TheirTrainer(model=LlamaForCausalLM(config), args=args, train_dataset=rows)
+
+    def rows(length: int) -> list[dict[str, torch.Tensor]]:
+        return [{"input_ids": torch.tensor([n % 16] * 4), "labels": torch.tensor([n % 16] * 4)} for n in range(length)]
+
+    held_out = case.here("held_out")
+    data = {"train_dataset": rows(case.here("length", LENGTH)), "eval_dataset": held_out and rows(held_out)}
+    trainer: Any = TheirTrainer(model=LlamaForCausalLM(config), args=args, **data)
     trainer.__class__ = elastic_class(TheirTrainer)
     trainer.become_elastic(Options(GLOBAL_BATCH, case.here("fixed", False)))
     try:
+        if held_out:
+            trainer.evaluate()
         trainer.train()
     finally:
         case.steps.extend([] for _ in range(trainer.state.global_step))

@@ -1,0 +1,93 @@
+"""Ranks that evaluate together must have the same data: compared before the first batch, and where a stream ends.
+
+Each rank deals the samples by itself. With another length it would measure some that another rank measures too, leave
+others out, and go to another collective than the others where its batches end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..rank.envelopes import Refusal, Statement, Trouble, judge
+from ..rank.meetings import is_mistake
+from .counts import gather_over_ranks, world_size_of
+
+# The name under which a length is compared; None: it is not known.
+LENGTH = "length of the data set"
+_UNLIKE = "the ranks do not evaluate alike"
+
+
+def compare(tell: Callable[[], Mapping[str, Any]], device: torch.device) -> Mapping[str, Any]:
+    """Compares what the ranks evaluate. Collective over the default group: one gather; none if there is one rank.
+
+    Args:
+        tell: Returns what must be alike, by name: plain JSON values. If it fails on one rank, all learn of it.
+        device: As of ``Counts``.
+
+    Returns:
+        What ``tell`` has returned.
+
+    Raises:
+        Unlike: A ValueError: something differs.
+        Refusal: A ValueError: ``tell`` has failed on some rank.
+        Trouble: A RuntimeError: the same, and another start may succeed. (Each of these is raised on all ranks.)
+    """
+    if world_size_of() == 1:
+        return tell()
+    told, failed = dict[str, Any](), None
+    try:
+        told.update(tell())
+    except Exception as error:  # raised below, on all ranks
+        failed = error
+    problem = "" if failed is None else f"{type(failed).__name__}: {' '.join(str(failed).split())}"
+    if problem:
+        problem = f"what is to be evaluated cannot say its length: {problem}"
+    said = {"alike": told, "problem": problem, "final": failed is None or is_mistake(failed)}
+    try:
+        judge([Statement(**answer) for answer in gather_over_ranks(said, device)], _UNLIKE)
+    except (Refusal, Trouble) as refused:
+        raise refused from failed
+    return told
+
+
+def length_of(dataset: Any, *, stream: bool) -> int | None:
+    """Samples of a data set; None: a stream that does not know, or cannot say.
+
+    Raises:
+        Exception: Whatever the data set raises, if it is no stream.
+    """
+    if not stream:
+        return len(dataset)
+    try:
+        return len(dataset) if hasattr(dataset, "__len__") else None
+    except Exception:  # nobody needs it to read a stream
+        return None
+
+
+class ReadTogether:
+    """Where the ranks' readings of a stream stand. All of them come to `meet` together, or have come to its end.
+
+    Args:
+        device: As of ``Counts``.
+
+    Attributes:
+        samples: What this rank has read of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.samples, self._device = 0, device
+
+    def meet(self, *, end: bool) -> None:
+        """Compares how much has been read. Collective, see `compare`. Called where ranks might part, and at the end.
+
+        Args:
+            end: This rank has read all.
+
+        Raises:
+            Unlike: It is not the same. On all ranks.
+        """
+        read = f"{self.samples} (its end)" if end else str(self.samples)
+        compare(lambda: {"number of samples read of the iterable data set": read}, self._device)

@@ -1,0 +1,215 @@
+"""Ranks that evaluate other data, or otherwise: all refuse in one line before a batch, and nobody waits for another."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dalsegno.elastic import Evaluator
+from dalsegno.elastic.data import counts, evaluator
+from dalsegno.elastic.data.evaluator import Interrupted
+from dalsegno.elastic.rank.agreement import Refusal, Trouble, Unlike
+from tests.unit.elastic.data.test_evaluator import Numbers, Stream, Threads, measure, wanted
+
+
+class Ranks(Threads):
+    """The default group's ranks, and the session's group beside it: both are waited in for two seconds at most."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self._barrier = threading.Barrier(world_size, timeout=2)
+        self._session = threading.Barrier(world_size, timeout=2)
+        self.passes = [0] * world_size
+
+    def leaving(self) -> bool:
+        """As a session's: collective over a group of its own."""
+        self._session.wait()
+        return False
+
+    def measure(self, model: Any, data: Tensor) -> dict[str, Any]:
+        self.passes[self.get_rank()] += 1
+        return measure(model, data)
+
+    def evaluate(self, make: Callable[[int], dict[str, Any]], **run: Any) -> list[Any]:
+        """What each rank's evaluation returns or raises; ``make`` gives what it is made with."""
+
+        def one(rank: int) -> dict[str, float]:
+            told = make(rank)
+            made = Evaluator(told.pop("dataset"), self.measure, **{"batch_size": 4, **told})
+            return made.run(nn.Identity(), device="cpu", **run)
+
+        return self.run(one)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Ranks]:
+    def make(world_size: int) -> Ranks:
+        threads = Ranks(world_size)
+        monkeypatch.setattr(counts, "dist", threads)
+        monkeypatch.setattr(evaluator, "dist", threads)
+        # The generators are the process's, and here the ranks share one process.
+        monkeypatch.setattr(evaluator.rng, "restore", lambda state: None)
+        return threads
+
+    return make
+
+
+def refused(found: list[Any], kind: type[Exception] = Unlike) -> str:
+    """The line that all ranks end with."""
+    assert [type(one) for one in found] == [kind] * len(found), found
+    (line,) = {str(one) for one in found}
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize("lengths", [(40, 36), (40, 20), (40, 0), (41, 40)])
+@pytest.mark.parametrize("asked", [False, True])
+def test_other_lengths(ranks: Callable[[int], Ranks], lengths: tuple[int, int], asked: bool) -> None:
+    """As many rounds or fewer, none at all: no rank computes a batch, and the line says who has what."""
+    world = ranks(2)
+    options = {"interrupt": world.leaving} if asked else {}
+    found = world.evaluate(lambda rank: {"dataset": Numbers(lengths[rank]), "interrupt_every": 2}, **options)
+    assert f"length of the data set is {lengths[0]} on rank 0, {lengths[1]} on rank 1" in refused(found)
+    assert world.passes == [0, 0]
+
+
+@pytest.mark.parametrize(("option", "asked"), [("batch_size", False), ("batch_size", True), ("interrupt_every", True)])
+def test_other_options(ranks: Callable[[int], Ranks], option: str, asked: bool) -> None:
+    """Ranks with other batches would be dealt the same samples; and would not ask at the same batches."""
+    world = ranks(2)
+    options = {"interrupt": world.leaving} if asked else {}
+    found = world.evaluate(lambda rank: {"dataset": Numbers(40), option: (2, 4)[rank]}, **options)
+    assert f"{option} is 2 on rank 0, 4 on rank 1" in refused(found)
+    assert world.passes == [0, 0]
+
+
+def test_what_has_no_effect_may_differ(ranks: Callable[[int], Ranks]) -> None:
+    """How often nobody is asked."""
+    found = ranks(2).evaluate(lambda rank: {"dataset": Numbers(9), "interrupt_every": 1 + rank})
+    assert found == [pytest.approx(wanted(9))] * 2
+
+
+def test_one_rank_that_nobody_can_interrupt(ranks: Callable[[int], Ranks]) -> None:
+    """It would not come to the session's group."""
+    world = ranks(2)
+
+    def one(rank: int) -> dict[str, float]:
+        asks = {"interrupt": world.leaving} if rank else {}
+        return Evaluator(Numbers(9), world.measure).run(nn.Identity(), device="cpu", **asks)
+
+    assert "whether interrupt is given is False on rank 0, True on rank 1" in refused(world.run(one))
+
+
+class Unreadable(Numbers):
+    """Cannot say how long it is, on one rank."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(9)
+        self._error = error
+
+    def __len__(self) -> int:
+        raise self._error
+
+
+@pytest.mark.parametrize(("error", "kind"), [(KeyError("rows"), Refusal), (FileNotFoundError("index.bin"), Trouble)])
+def test_one_rank_that_cannot_say_its_length(ranks: Callable[[int], Ranks], error: Exception, kind: Any) -> None:
+    """The others hear of it, and what was raised; of a file a restart may mend it."""
+    world = ranks(3)
+    found = world.evaluate(lambda rank: {"dataset": Unreadable(error) if rank == 1 else Numbers(9)})
+    assert f"what is to be evaluated cannot say its length: {type(error).__name__}: {error} (rank 1)" in refused(
+        found, kind
+    )
+    assert found[1].__cause__ is error
+    assert world.passes == [0, 0, 0]
+
+
+def test_one_rank_alone_compares_nothing(ranks: Callable[[int], Ranks]) -> None:
+    """No collective, and its own error as it is."""
+    world = ranks(1)
+    assert world.evaluate(lambda rank: {"dataset": Numbers(9)}) == [pytest.approx(wanted(9))]
+    (error,) = world.evaluate(lambda rank: {"dataset": Unreadable(KeyError("rows"))})
+    assert isinstance(error, KeyError)
+    assert world.calls == [[]]
+
+
+def test_it_costs_as_many_collectives_for_any_number_of_batches(ranks: Callable[[int], Ranks]) -> None:
+    """One gather before the first batch."""
+    calls = []
+    for length in (4, 400):
+        world = ranks(2)
+        world.evaluate(lambda rank, length=length: {"dataset": Numbers(length % 60 + 1)})
+        calls.append([name for name, _, _ in world.calls[0]])
+    assert calls[0] == calls[1]
+    assert calls[0].count("all_gather") == 4
+
+
+def test_an_evaluation_that_was_cut_short_begins_anew(ranks: Callable[[int], Ranks]) -> None:
+    """All ranks leave it at the same batch, and none is left in a collective."""
+    world = ranks(2)
+    asked = [0, 0]
+
+    def one(rank: int) -> Any:
+        def interrupt() -> bool:
+            asked[rank] += 1
+            return world.leaving() or asked[rank] == 2
+
+        made = Evaluator(Numbers(40), world.measure, batch_size=4, interrupt_every=2)
+        with pytest.raises(Interrupted):
+            made.run(nn.Identity(), device="cpu", interrupt=interrupt)
+        return made.run(nn.Identity(), device="cpu", interrupt=interrupt)
+
+    assert world.run(one) == [pytest.approx(wanted(40))] * 2
+    assert world.passes == [2 + 5] * 2
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def test_streams_that_know_their_length(ranks: Callable[[int], Ranks]) -> None:
+    """As of any other data set."""
+    world = ranks(2)
+    found = world.evaluate(lambda rank: {"dataset": Sized(Numbers((40, 36)[rank]))})
+    assert "length of the data set is 40 on rank 0, 36 on rank 1" in refused(found)
+    assert world.passes == [0, 0]
+
+
+@pytest.mark.parametrize("lengths", [(40, 36), (36, 40), (40, 20), (40, 32), (40, 0), (16, 40)])
+@pytest.mark.parametrize("asked", [False, True])
+def test_streams_without_a_length(ranks: Callable[[int], Ranks], lengths: tuple[int, int], asked: bool) -> None:
+    """Where one ends, or where all do: also if the others are about to ask whether to leave."""
+    world = ranks(2)
+    options = {"interrupt": world.leaving} if asked else {}
+    found = world.evaluate(lambda rank: {"dataset": Stream(Numbers(lengths[rank])), "interrupt_every": 2}, **options)
+    line = refused(found)
+    short = min(lengths)
+    assert re.search(rf"\b{short}( \(its end\))? on rank {lengths.index(short)}", line), line
+
+
+def test_streams_that_are_the_same(ranks: Callable[[int], Ranks]) -> None:
+    """With somebody who asks, too; of any length."""
+    for length in (0, 1, 15, 16, 17, 40):
+        world = ranks(2)
+        made = {"dataset": Stream(Numbers(length)), "interrupt_every": 2}
+        found = world.evaluate(lambda rank, made=made: dict(made), interrupt=world.leaving)
+        assert found == [pytest.approx(wanted(length)) if length else {}] * 2
+
+
+def test_a_stream_beside_a_data_set(ranks: Callable[[int], Ranks]) -> None:
+    """They do not end alike."""
+    world = ranks(2)
+    found = world.evaluate(lambda rank: {"dataset": (Numbers(9), Stream(Numbers(9)))[rank]})
+    assert "whether the data set is iterable is False on rank 0, True on rank 1" in refused(found)
+
+
+def test_tensors_are_data_sets_too(ranks: Callable[[int], Ranks]) -> None:
+    """What has a length and positions, and is no class of torch's data sets."""
+    found = ranks(2).evaluate(lambda rank: {"dataset": torch.arange(1.0, 10.0)})
+    assert found == [pytest.approx(wanted(9))] * 2
