@@ -11,21 +11,28 @@ from typing import Any
 
 import torch
 
-from ..rank.envelopes import Refusal, Statement, Trouble, judge
+from ..rank.envelopes import Refusal, Statement, Trouble, Unlike, judge
 from ..rank.meetings import is_mistake
 from .counts import gather_over_ranks, world_size_of
+from .evaluated_samples import NOTHING, EvaluatedSamples
+from .prints import Likeness
+from .same_data import compared
 
 # The name under which a length is compared; None: it is not known.
 LENGTH = "length of the data set"
 _UNLIKE = "the ranks do not evaluate alike"
 
 
-def compare(tell: Callable[[], Mapping[str, Any]], device: torch.device) -> Mapping[str, Any]:
+def compare(
+    tell: Callable[[], Mapping[str, Any]], device: torch.device, samples: EvaluatedSamples | None = None
+) -> Mapping[str, Any]:
     """Compares what the ranks evaluate. Collective over the default group: one gather; none if there is one rank.
 
     Args:
         tell: Returns what must be alike, by name: plain JSON values. If it fails on one rank, all learn of it.
         device: As of ``Counts``.
+        samples: Of the data set whose length ``tell`` says: a few are compared, too. Then a second gather follows if
+            they differ.
 
     Returns:
         What ``tell`` has returned.
@@ -45,11 +52,22 @@ def compare(tell: Callable[[], Mapping[str, Any]], device: torch.device) -> Mapp
     problem = "" if failed is None else f"{type(failed).__name__}: {' '.join(str(failed).split())}"
     if problem:
         problem = f"what is to be evaluated cannot say its length: {problem}"
+
+    def seen(*, patient: bool) -> Mapping[str, Any]:
+        length = told.get(LENGTH)
+        return NOTHING if samples is None or length is None else samples.told(length, patient=patient)
+
     said = {"alike": told, "problem": problem, "final": failed is None or is_mistake(failed)}
+    answers = gather_over_ranks({**said, "samples": seen(patient=False)}, device)
     try:
-        judge([Statement(**answer) for answer in gather_over_ranks(said, device)], _UNLIKE)
+        judge([Statement(one["alike"], one["problem"], one["final"]) for one in answers], _UNLIKE)
     except (Refusal, Trouble) as refused:
         raise refused from failed
+    found = compared([answer["samples"] for answer in answers], {}, used="measured")
+    if found.likeness is Likeness.OTHER:
+        found = compared(gather_over_ranks(seen(patient=True), device), {}, used="measured")
+    if found.likeness is Likeness.OTHER:
+        raise Unlike(found.text)
     return told
 
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from ..rank import rng
 from .counts import Counts, Finish, Measured, Totals
 from .evaluated_alike import LENGTH, ReadTogether, compare, length_of
+from .evaluated_samples import EvaluatedSamples
 from .fetching import begun
 
 _OWN_OPTIONS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn", "generator")
@@ -72,7 +73,7 @@ class Evaluator:
     another rank, and discards the result.
 
     Args:
-        dataset: Map-style, or iterable. An iterable one must give the same samples on every rank.
+        dataset: Map-style, or iterable; the same samples in the same order on every rank.
         measure: ``measure(model, data)`` returns totals and counts of one batch, see `Counts.add`. It runs without
             gradients and with the model in evaluation mode.
         batch_size: The most samples of one forward pass.
@@ -81,6 +82,8 @@ class Evaluator:
             default: `Totals.metrics`.
         loader_options: For ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
         interrupt_every: Number of batches between two calls of ``interrupt``, see `run`.
+        check_data: Before the first run look at a few samples of a map-style data set, and compare them between the
+            ranks. False: other data of the same length are not noticed.
 
     Raises:
         ValueError: A size below 1, or a loader option that would change what is measured.
@@ -96,6 +99,7 @@ class Evaluator:
         finish: Finish | None = None,
         loader_options: dict[str, Any] | None = None,
         interrupt_every: int = 8,
+        check_data: bool = True,
     ) -> None:
         if batch_size < 1 or interrupt_every < 1:
             raise ValueError(f"batch_size and interrupt_every must be at least 1: {batch_size}, {interrupt_every}")
@@ -108,6 +112,8 @@ class Evaluator:
         self._dataset, self._measure, self._batch_size = dataset, measure, batch_size
         self._collate, self._finish = collate or default_collate, finish or Totals.metrics
         self._options, self._interrupt_every = dict(loader_options or {}), interrupt_every
+        looks = check_data and not _is_iterable(dataset)
+        self._samples = EvaluatedSamples(dataset, self._options) if looks else None
 
     def run(
         self,
@@ -133,11 +139,11 @@ class Evaluator:
 
         Raises:
             Interrupted: ``interrupt`` returned True.
-            Unlike: A ValueError: the ranks have data sets of other lengths, or evaluate otherwise. On all ranks.
+            Unlike: A ValueError: the ranks have other data, or evaluate otherwise. On all ranks.
         """
         where = _device_of(model) if device is None else torch.device(device)
         rank, world_size = _place()
-        length: int | None = compare(lambda: self._alike(interrupt is not None), where)[LENGTH]
+        length: int | None = compare(lambda: self._alike(interrupt is not None), where, self._samples)[LENGTH]
         counts, stream = Counts(where), ReadTogether(where) if _is_iterable(self._dataset) else None
         with _evaluating(model, rank), torch.no_grad():
             for number, (data, filler) in enumerate(self._batches(rank, world_size, length, stream)):

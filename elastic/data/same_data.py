@@ -28,13 +28,16 @@ class Comparison(NamedTuple):
     text: str = ""
 
 
-def compared(told: Sequence[Mapping[str, Any]], saved: Mapping[str, str], checkpoint: str = "") -> Comparison:
+def compared(
+    told: Sequence[Mapping[str, Any]], saved: Mapping[str, str], checkpoint: str = "", *, used: str = "trained"
+) -> Comparison:
     """Compares what the ranks have seen with each other, and with what a checkpoint says.
 
     Args:
         told: For each rank ``prints`` by name, and whether some sample ``varies``: then nothing is compared.
         saved: The checkpoint's prints.
         checkpoint: Its name.
+        used: What is done with samples, for the message.
     """
     if any(one["varies"] for one in told):
         return Comparison(Likeness.SAME)
@@ -45,7 +48,7 @@ def compared(told: Sequence[Mapping[str, Any]], saved: Mapping[str, str], checkp
         for rank, other in having[1:]:
             how = likeness(text, other)
             if how > worst.likeness:
-                worst = Comparison(how, _between_ranks(how, name, first, rank))
+                worst = Comparison(how, _between_ranks(how, name, (first, rank), used))
         if name in saved and (how := likeness(text, saved[name])) > worst.likeness:
             worst = Comparison(how, _between_starts(how, name, checkpoint))
     return worst
@@ -62,13 +65,15 @@ def merged(told: Sequence[Mapping[str, Any]], saved: Mapping[str, str]) -> dict[
     return {name: both[name] for name in list(both)[:MOST]}
 
 
-def _between_ranks(how: Likeness, name: str, one: int, other: int) -> str:
+def _between_ranks(how: Likeness, name: str, ranks: tuple[int, int], used: str) -> str:
+    one, other = ranks
+    dealing, allow = ("Batches", ALLOW) if used == "trained" else ("the Evaluator", f"{ALLOW} to the Evaluator")
     if how is Likeness.CLOSE:
         return f"{name} is not quite the same on ranks {one} and {other}: do they have other versions of a decoder?"
     return (
         f"the ranks have other data: {name} is not the same on rank {one} and rank {other}, so some samples would be "
-        "trained twice and others never. Give all ranks the same data set in the same order (sort what a directory "
-        f"lists, give a shuffle a seed, leave the dealing to Batches); {ALLOW}"
+        f"{used} twice and others never. Give all ranks the same data set in the same order (sort what a directory "
+        f"lists, give a shuffle a seed, leave the dealing to {dealing}); {allow}"
     )
 
 

@@ -220,6 +220,8 @@ class Counted(IterableDataset[torch.Tensor]):
 
 def evaluator(case: Case, length: int) -> Evaluator:
     rows = torch.arange(length, dtype=torch.float32).reshape(-1, 1)
+    if case.here("turned"):
+        rows = rows.flip(0)
     return Evaluator(
         Counted(rows) if case.here("stream") else rows,
         lambda model, data: {"loss": (model(data).square(), len(data))},

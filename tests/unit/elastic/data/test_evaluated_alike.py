@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dalsegno.elastic import Evaluator
 from dalsegno.elastic.data import counts, evaluator
+from dalsegno.elastic.data.evaluated_samples import NOTHING, EvaluatedSamples
 from dalsegno.elastic.data.evaluator import Interrupted
 from dalsegno.elastic.rank.agreement import Refusal, Trouble, Unlike
 from tests.unit.elastic.data.test_evaluator import Numbers, Stream, Threads, measure, wanted
@@ -213,3 +214,99 @@ def test_tensors_are_data_sets_too(ranks: Callable[[int], Ranks]) -> None:
     """What has a length and positions, and is no class of torch's data sets."""
     found = ranks(2).evaluate(lambda rank: {"dataset": torch.arange(1.0, 10.0)})
     assert found == [pytest.approx(wanted(9))] * 2
+
+
+class Listed(Numbers):
+    """Numbers in the order in which a directory lists them, on each rank another; notes what is read."""
+
+    def __init__(self, length: int, *, turned: bool, drawn: float = 0.0) -> None:
+        super().__init__(length)
+        self._turned, self._drawn, self.read = turned, drawn, list[int]()
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.read.append(index)
+        at = self.length - 1 - index if self._turned else index
+        return super().__getitem__(at) + self._drawn * torch.rand(())
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_the_same_data_in_another_order(ranks: Callable[[int], Ranks], check: bool) -> None:
+    """Refused unless it is meant."""
+    world = ranks(2)
+    found = world.evaluate(lambda rank: {"dataset": Listed(20, turned=bool(rank)), "check_data": check})
+    if not check:
+        assert [type(one) for one in found] == [dict, dict], found
+        return
+    line = refused(found)
+    assert "sample 0 is not the same on rank 0 and rank 1, so some samples would be measured twice" in line
+    assert line.endswith(
+        "leave the dealing to the Evaluator); if that is intended, give check_data=False to the Evaluator"
+    )
+    assert world.passes == [0, 0]
+
+
+def fails_to_start(worker: int) -> None:
+    """Wants another data set than it finds."""
+    raise AttributeError("open")
+
+
+@pytest.mark.timeout(60)
+def test_a_process_looks_where_processes_read() -> None:
+    """This one opens nothing that they would share. What they cannot look at is not compared."""
+    here, there = Listed(20, turned=True), Listed(20, turned=True)
+    seen = EvaluatedSamples(here, {}).told(20, patient=False)
+    assert list(seen["prints"]) == ["sample 0", "sample 10", "sample 19"]
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}
+    assert EvaluatedSamples(there, options).told(20, patient=False) == seen
+    assert (here.read, there.read) == ([0, 0, 10, 10, 19, 19], [])
+    broken = EvaluatedSamples(there, {**options, "worker_init_fn": fails_to_start})
+    assert broken.told(20, patient=False) == NOTHING
+    assert broken.told(20, patient=True) == {"prints": {}, "varies": True}
+
+
+def test_random_data_are_compared_with_nothing(ranks: Callable[[int], Ranks]) -> None:
+    """Their samples differ in two readings."""
+    found = ranks(2).evaluate(lambda rank: {"dataset": Listed(20, turned=bool(rank), drawn=0.5)})
+    assert [type(one) for one in found] == [dict, dict], found
+
+
+def test_a_look_is_taken_once(ranks: Callable[[int], Ranks]) -> None:
+    """Not with each evaluation, nor by one rank alone."""
+    for number, reads in ((2, 6), (1, 0)):
+        world = ranks(number)
+        made = [Listed(20, turned=False) for _ in range(number)]
+
+        def one(rank: int, made: list[Listed] = made, world: Ranks = world) -> list[int]:
+            evaluation = Evaluator(made[rank], world.measure, batch_size=20)
+            counts = []
+            for _ in range(3):
+                evaluation.run(nn.Identity(), device="cpu")
+                counts.append(len(made[rank].read))
+            return counts
+
+        part = 20 // number
+        assert world.run(one) == [[reads + part, reads + 2 * part, reads + 3 * part]] * number
+
+
+def test_samples_that_cannot_be_looked_at(ranks: Callable[[int], Ranks]) -> None:
+    """Nothing of it is known then: the evaluation meets that error itself."""
+
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> Tensor:
+            raise KeyError(index)
+
+    found = ranks(2).evaluate(lambda rank: {"dataset": Broken(20)})
+    assert [type(one) for one in found] == [KeyError, KeyError]
+
+
+def test_data_that_look_alike_at_first_are_looked_at_longer(ranks: Callable[[int], Ranks]) -> None:
+    """Seldom random: two readings in a row may be the same by chance, and of two ranks not."""
+
+    class Seldom(Listed):
+        def __getitem__(self, index: int) -> Tensor:
+            return super().__getitem__(index) + (0.25 if len(self.read) % 7 == 0 else 0.0)
+
+    world = ranks(2)
+    made = [Seldom(20, turned=bool(rank)) for rank in range(2)]
+    found = world.evaluate(lambda rank: {"dataset": made[rank]})
+    assert [type(one) for one in found] == [dict, dict], found
