@@ -42,6 +42,8 @@ START_PATIENCE_SECONDS = 3.0
 # Seconds without an answer to the first registration after which people are told.
 SILENCE_SECONDS = 5.0
 START_PAUSE_SECONDS = 0.5
+# Until then it wakes at least so often; so much later than it was to wake, this process itself stood still.
+LOOK_SECONDS, STOOD_STILL_SECONDS = 1.0, 1.0
 
 __all__ = ("AgentSettings", "AgentState", "Outcome", "Workers", "fresh", "handle")
 
@@ -57,6 +59,7 @@ def handle(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, 
 
 def take(decision: Decision, event: ev.Event) -> None:
     """Passes one event to its handler."""
+    leave_out_stops(decision)
     match event:
         case ev.Started():
             decision.register("")
@@ -167,6 +170,17 @@ def postponed(decision: Decision, detail: str) -> None:
 def silence_is_told_at(state: AgentState, deadline: float) -> float:
     """When people are told that nobody has answered the first registration."""
     return deadline - state.settings.connect_timeout + SILENCE_SECONDS
+
+
+def leave_out_stops(decision: Decision) -> None:
+    """Does not count time in which this process was stopped (Ctrl-Z): nobody was asked in it."""
+    door, wake, now = decision.state.door, decision.state.wake, decision.now
+    if door.answer_deadline is None or wake is None or now - wake < STOOD_STILL_SECONDS:
+        return
+    door.answer_deadline += now - wake
+    if now - wake >= SILENCE_SECONDS:
+        # Enough for an answer. Not behind each short one: a machine that is slow all the time must come to an end, too.
+        door.answer_deadline = max(door.answer_deadline, now + SILENCE_SECONDS)
 
 
 def check_answer(decision: Decision) -> None:
@@ -434,6 +448,7 @@ def settle(decision: Decision) -> None:
     if (deadline := decision.state.door.answer_deadline) is not None:
         told_at = silence_is_told_at(decision.state, deadline)
         decision.wake_at(deadline if decision.state.door.told else min(told_at, deadline))
+        decision.wake_at(decision.now + LOOK_SECONDS)
     register_when_due(decision)
     keeping.check(decision)
     ranks.check_stopping(decision)

@@ -64,6 +64,15 @@ class Agent:
         return self.hear(*(ev.WorkerExited(self.state.started, rank, code) for rank, code in enumerate(codes)))
 
     def waits(self, seconds: float) -> list[ev.Action]:
+        """What it does in that time, in which it wakes whenever it wants to."""
+        until, done = self.now + seconds, list[ev.Action]()
+        while not self.state.ended and self.state.wake is not None and self.state.wake < until:
+            self.now = max(self.now, self.state.wake)
+            done += self.hear(ev.Tick())
+        return done + self.stands_still(until - self.now)
+
+    def stands_still(self, seconds: float) -> list[ev.Action]:
+        """What it does when that time is over, in which it was stopped."""
         self.now += seconds
         return self.hear(ev.Tick())
 

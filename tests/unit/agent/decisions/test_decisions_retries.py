@@ -192,10 +192,8 @@ def test_a_master_that_never_answers_ends_the_agent() -> None:
     agent = Agent(connect_timeout=20.0, addresses="h:1")
     agent.hear(ev.Started())
     assert agent.waits(4.0) == []
-    assert agent.state.wake == agent.now + 1.0
     said = "no master has answered yet at h:1: trying for 15 s more (--connect-timeout)"
     assert agent.waits(1.0) == [ev.Say(said)]
-    assert agent.state.wake == agent.now + 15.0
     assert agent.waits(14.0) == []
     (ending,) = agent.waits(1.0)
     assert isinstance(ending, ev.Exit)
@@ -231,8 +229,41 @@ def test_every_attempt_has_the_whole_time() -> None:
     agent.waits(19.0)
     agent.hear(TAKEN)
     assert agent.waits(2.0) == [ev.Register("", "me")]
-    assert agent.waits(19.0) == []
+    assert agent.waits(18.0) == []
     assert kinds(agent.waits(1.0)) == ["Exit"]
+
+
+@pytest.mark.parametrize("at", [0.0, 3.0, 12.0, 19.9])
+def test_time_in_which_the_agent_was_stopped_does_not_count(at: float) -> None:
+    """Ctrl-Z, the master is started in the same terminal, `fg`: nobody was asked meanwhile. It ended with 2."""
+    agent = Agent(connect_timeout=20.0, addresses="h:1")
+    agent.hear(ev.Started())
+    agent.waits(at)
+    assert "Exit" not in kinds(agent.stands_still(100.0))
+    # What is left, and enough to ask once more.
+    assert "Exit" not in kinds(agent.waits(max(4.0, 18.0 - at)))
+    assert agent.state.door.answer_deadline is not None
+    assert "Exit" in kinds(agent.waits(4.0))
+
+
+def test_an_answer_that_comes_behind_a_stop_counts() -> None:
+    """Also where something else is heard first, and where it was stopped more than once."""
+    agent = Agent(connect_timeout=20.0)
+    agent.hear(ev.Started())
+    for _ in range(3):
+        agent.now += 100.0
+        assert "Exit" not in kinds(agent.hear(ev.StandbyWarm()) + agent.waits(3.0))
+    assert kinds(agent.hear(ev.Registered("me.1", REPLY))) == ["ReportWarm"]
+
+
+def test_a_machine_that_is_always_slow_comes_to_an_end() -> None:
+    """It wakes late each time, as where too much runs on it: each look still takes its second from the time."""
+    agent = Agent(connect_timeout=20.0)
+    agent.hear(ev.Started())
+    looks = 0
+    while "Exit" not in kinds(agent.stands_still(3.0)):
+        looks += 1
+        assert looks < 30
 
 
 def test_an_answer_that_lies_unread_counts() -> None:
