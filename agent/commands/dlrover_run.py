@@ -104,11 +104,12 @@ def leave_early(number: int, output: Output) -> NoReturn:
     os._exit(EXIT_LEFT)
 
 
-def say_it_stops(output: Output) -> None:
+def say_it_stops(has_workers: bool, output: Output) -> None:
     """Says what Ctrl-Z does, while somebody can still read it."""
+    workers = "its workers train on, and nothing that they save is recorded" if has_workers else "it has no workers now"
     output.console.say(
-        "Ctrl-Z: this agent stands still until `fg`; its workers train on, and nothing that they save is recorded. To"
-        " pause the run, press Ctrl-C, and give the same command later",
+        f"Ctrl-Z: this agent stands still until `fg`; {workers}. To pause the run, press Ctrl-C, and give the same"
+        " command later",
         warning=True,
     )
     output.console.flush(_LAST_LINE_SECONDS)
@@ -141,7 +142,7 @@ def run_with_output(arguments: Sequence[str] | None, environ: Mapping[str, str])
         try:
             options = parse(arguments, environ)
             signals = signals_of(options.signals_to_handle)
-            stopping = partial(say_it_stops, output) if is_at_terminal() else None
+            stopping = partial(say_it_stops, output=output) if is_at_terminal() else None
             with SignalWatch(signals, partial(leave_early, output=output), stopping=stopping) as watch:
                 return run_checked(options, watch, output)
         except UsageError as error:

@@ -23,6 +23,8 @@ __all__ = ["SignalWatch", "can_be_continued", "held_back", "number_of", "signals
 # signals are sent to somebody on purpose.
 _MAY_STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP})
 _NOBODY_CAN_HANDLE = frozenset({signal.SIGKILL, signal.SIGSTOP})
+# The most seconds for which Ctrl-Z waits until nothing is done that others would wait for.
+_UNDISTURBED_SECONDS = 10.0
 
 
 def signals_of(text: str) -> tuple[signal.Signals, ...]:
@@ -95,7 +97,8 @@ class SignalWatch:
     Args:
         signals: the signals to watch for.
         first: called with the number on the watch's own thread until the first `to`; it may end the process.
-        stopping: called on that thread before Ctrl-Z stops this process, if SIGTSTP is none of `signals`.
+        stopping: called on that thread before Ctrl-Z stops this process, if SIGTSTP is none of `signals`; with whether
+            workers run.
     """
 
     def __init__(
@@ -103,12 +106,15 @@ class SignalWatch:
         signals: Sequence[signal.Signals],
         first: Callable[[int], None],
         *,
-        stopping: Callable[[], None] | None = None,
+        stopping: Callable[[bool], None] | None = None,
     ) -> None:
         self.signals = tuple(signals)
         self._stopping = None if signal.SIGTSTP in signals else stopping
         self._wanted = frozenset(int(number) for number in signals)
         self._deliver = first
+        self._has_workers: Callable[[], bool] = lambda: False
+        # How many things are under way that Ctrl-Z waits for.
+        self._undisturbed, self._changed = 0, threading.Condition()
         self._lock = threading.Lock()
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
@@ -136,26 +142,48 @@ class SignalWatch:
         self._reader.close()
 
     @contextlib.contextmanager
-    def to(self, deliver: Callable[[int], None]) -> Iterator[None]:
-        """Passes signals to `deliver` inside. Afterwards nobody gets them, because this process is about to end."""
+    def to(self, deliver: Callable[[int], None], has_workers: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Passes signals to `deliver` inside. Afterwards nobody gets them, because this process is about to end.
+
+        Args:
+            deliver: called on the watch's thread with the number.
+            has_workers: tells whether workers run, for whoever presses Ctrl-Z.
+        """
         with self._lock:
-            self._deliver = deliver
+            self._deliver, self._has_workers = deliver, has_workers
         try:
             yield
         finally:
             with self._lock:
                 self._deliver = lambda number: None
 
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Ctrl-Z stops this process before or behind what is done inside, unless that takes more than 10 seconds.
+
+        For what holds a lock: other processes would wait for it until `fg`.
+        """
+        with self._changed:
+            self._undisturbed += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._undisturbed -= 1
+                self._changed.notify_all()
+
     def _read(self) -> None:
         while data := self._reader.recv(64):
             self._pass_on(data)
             if self._stopping is not None and signal.SIGTSTP in data and can_be_continued():
-                self._stopping()
+                self._stopping(self._has_workers())
                 # Who pressed Ctrl-Z more than once meanwhile has stopped it once.
                 with contextlib.suppress(BlockingIOError):
                     self._pass_on(self._reader.recv(64, socket.MSG_DONTWAIT))
-                # Not its default action again: only the main thread may set that, and it may be busy.
-                os.kill(os.getpid(), signal.SIGSTOP)
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._undisturbed, _UNDISTURBED_SECONDS)
+                    # Not its default action again: only the main thread may set that, and it may be busy.
+                    os.kill(os.getpid(), signal.SIGSTOP)
 
     def _pass_on(self, data: bytes) -> None:
         for number in data:

@@ -175,7 +175,7 @@ class ElasticAgent(LocalElasticAgent):
         """Runs until the decisions say Exit. Torch's `run` calls this and records the result."""
         self._effects.take = self._take_late
         self._hub.begin()
-        with self._watch.to(self._signalled):
+        with self._watch.to(self._signalled, lambda: self._state.workers is not handling.Workers.NONE):
             # Before the registration, so that the imports run while the master answers.
             self._prepare(low_priority=False)
             self._handle(ev.Started())

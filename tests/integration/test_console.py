@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from dalsegno.protos.outlet import Outlet
 from tests.support.jobs.cluster import DLROVER_RUN
 from tests.support.jobs.master_process import eventually
+from tests.support.jobs.ports import free_port
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -82,6 +84,33 @@ def test_ctrl_z_says_what_it_does(tmp_path: Path, command: list[str]) -> None:
     assert process.poll() is None
     os.kill(process.pid, signal.SIGCONT)
     assert process.wait(60) == 0
+    os.close(reader)
+
+
+def test_ctrl_z_before_there_is_a_master(tmp_path: Path, command: list[str]) -> None:
+    """Started in the same terminal it is found after `fg`, however long that took; no workers are spoken of."""
+    (tmp_path / "talks.py").write_text(WAITS)
+    (tmp_path / "ended.may-end").touch()
+    command[1:1] = [f"--master=127.0.0.1:{free_port()}", "--connect-timeout=12"]
+    reader, writer = pty.openpty()
+    process = subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, cwd=tmp_path, preexec_fn=os.setpgrp)
+    os.close(writer)
+    shown = b""
+    while b"no master has answered yet" not in shown:
+        assert select.select([reader], [], [], 60.0)[0]
+        shown += os.read(reader, 1 << 16)
+    os.kill(process.pid, signal.SIGTSTP)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    time.sleep(13.0)  # why: it is the time in which the agent, if that counted, would have given up
+    os.kill(process.pid, signal.SIGCONT)
+    until = time.monotonic() + 3.0
+    while select.select([reader], [], [], max(0.0, until - time.monotonic()))[0]:
+        shown += os.read(reader, 1 << 16)
+    assert process.poll() is None, shown
+    assert b"stands still until `fg`; it has no workers now" in shown
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
     os.close(reader)
 
 

@@ -142,7 +142,7 @@ class _Signals:
     def __init__(self, agent: RealAgent) -> None:
         self._agent = agent
 
-    def to(self, listener: Callable[[int], None]) -> _Signals:
+    def to(self, listener: Callable[[int], None], has_workers: Callable[[], bool]) -> _Signals:
         return self
 
     def __enter__(self) -> None: ...

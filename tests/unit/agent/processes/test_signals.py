@@ -52,7 +52,7 @@ STOPS = """
 import os, signal, sys, threading, time
 from dalsegno.agent.processes.signals import SignalWatch
 ended = threading.Event()
-def stopping():
+def stopping(has_workers):
     print("stops", flush=True)
     os.kill(os.getpid(), signal.SIGTSTP)
     time.sleep(0.2)  # the main thread takes it
@@ -83,6 +83,47 @@ def test_ctrl_z_is_told_and_stops_once(says: bool) -> None:
             assert os.WIFCONTINUED(status)
         os.kill(process.pid, signal.SIGTERM)
         assert process.communicate(timeout=30)[0] == f"{signal.SIGTERM:d}\n"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+BUSY = """
+import sys, threading, time
+from dalsegno.agent.processes import signals
+signals._UNDISTURBED_SECONDS = float(sys.argv[1])
+def stopping(has_workers):
+    print("has workers" if has_workers else "has none", flush=True)
+    asked.set()
+asked, workers = threading.Event(), []
+with signals.SignalWatch((), print, stopping=stopping) as watch, watch.to(print, lambda: bool(workers)):
+    with watch.undisturbed():
+        print("ready", flush=True)
+        asked.wait()
+        time.sleep(1.0)  # why: it is stopped then, if it is at all
+        print("undisturbed", flush=True)
+        workers.append(1)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_ctrl_z_waits_for_what_others_would_wait_for(waits: bool) -> None:
+    """What holds a lock of the job's is done before it stops, if that takes no longer than a person waits."""
+    command = [sys.executable, "-c", BUSY, "60" if waits else "0.1"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=os.setpgrp, bufsize=0)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        said = []
+        for _ in range(2):
+            os.kill(process.pid, signal.SIGTSTP)
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status)
+            said += os.read(process.stdout.fileno(), 1 << 10).split(b"\n")[:-1]
+            os.kill(process.pid, signal.SIGCONT)
+            assert waits or len(said) > 1 or process.stdout.readline() == b"undisturbed\n"
+        assert said == [b"has none", *([b"undisturbed"] if waits else []), b"has workers"]
     finally:
         process.kill()
         process.communicate()
