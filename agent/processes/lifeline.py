@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.processes import status_of
 from dalsegno.protos.shortage import starting
 
 from . import keeper
@@ -29,8 +30,16 @@ __all__ = ["Lifeline"]
 _RESPAWN_PAUSE_SECONDS = 0.2
 # How many keepers are told to end everything, if they die before they have done so.
 _LAST_KEEPERS = 3
+# Seconds that another one has for it, where one was told in time and did not come to its end.
+_ONCE_MORE_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped it; not a debugger (state "t"), which lets it go on."""
+    status = status_of(pid)
+    return status is not None and status.state == "T"
 
 
 class Lifeline:
@@ -114,17 +123,22 @@ class Lifeline:
             self._send(line)
 
     def close(self, timeout_seconds: float = 10.0) -> None:
-        """Ends everything that is registered or carries the token, and the keeper. Takes at most `timeout_seconds`.
+        """Ends everything that is registered or carries the token, and the keeper.
 
-        Only the first call does. If the keeper has died, even just now, another one is started for that.
+        Only the first call does. If the keeper has died, even just now, or is stopped, another one is started for that.
+
+        Args:
+            timeout_seconds: how long that may take. If the keeper does not end within that, another one has 5 seconds.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline, once_more = time.monotonic() + timeout_seconds, True
         with self._lock:
             if self._closing.is_set():
                 return
             self._closing.set()
         for _ in range(_LAST_KEEPERS):
             with self._lock:
+                if _is_stopped(self._process.pid):
+                    self._end_now()
                 if self._process.poll():
                     self._replace()
                 assert self._process.stdin is not None
@@ -133,11 +147,12 @@ class Lifeline:
                 if self._process.wait(max(0.0, deadline - time.monotonic())) == 0:
                     break
             except subprocess.TimeoutExpired:
-                logger.error(
-                    "the keeper (process %d) did not end within %.0f s: killed", self._process.pid, timeout_seconds
-                )
+                logger.error("the keeper (process %d) did not end in time: killed", self._process.pid)
                 self._end_now()
-                break
+                if not once_more:
+                    break
+                # It may have been stopped just now: nobody else finds what has left its process group.
+                deadline, once_more = time.monotonic() + _ONCE_MORE_SECONDS, False
         self._watcher.join(timeout_seconds)
 
     def _end_now(self) -> None:

@@ -20,7 +20,7 @@ from dalsegno.agent.processes import lifeline as lifeline_module
 from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.processes.proc import start_time
 from dalsegno.protos.contract import Variable
-from tests.support.jobs.local_processes import is_same_process
+from tests.support.jobs.local_processes import is_same_process, process_state
 
 # A worker with a forked child, a child with a session of its own, and a grandchild of that.
 WORKER = """
@@ -206,6 +206,31 @@ def test_closing_after_the_keeper_has_died_ends_everything(lifeline: Lifeline, m
     os.kill(lifeline.keeper_pid, signal.SIGKILL)
     lifeline.close()
     assert child.wait(5.0) == -signal.SIGKILL
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("stopped", ["before", "at once"])
+def test_closing_with_a_stopped_keeper_ends_everything(
+    lifeline: Lifeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
+) -> None:
+    """Another one does its work: daemons of the script, in sessions of their own, were left behind, and directories."""
+    daemon, directory = sleeper(lifeline.token), tmp_path / "private"
+    directory.mkdir()
+    lifeline.add_path(directory)
+    if stopped == "before":
+        os.kill(lifeline.keeper_pid, signal.SIGSTOP)
+        assert eventually(lambda: process_state(lifeline.keeper_pid) == "T", 20.0)
+    else:
+        # Not before it was looked at.
+        first = iter([lifeline.keeper_pid])
+        monkeypatch.setattr(
+            lifeline_module, "_is_stopped", lambda pid: [os.kill(one, signal.SIGSTOP) for one in first] and False
+        )
+    began = time.monotonic()
+    lifeline.close(10.0 if stopped == "before" else 1.0)
+    assert daemon.wait(5.0) == -signal.SIGKILL
+    assert not directory.exists()
+    assert time.monotonic() - began < 8.0, "it is seen at once, and otherwise has a few seconds more"
 
 
 def test_private_directories_go_too(tmp_path: Path) -> None:
