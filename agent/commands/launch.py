@@ -61,7 +61,7 @@ def launch(options: argparse.Namespace, beginning: Beginning, watch: SignalWatch
     directory.complaint.say = console.say
     torch_config, script = _torch_config(options, log_dir)
     config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir, script)
-    source = _connect(options, beginning.token, directory, console, log_dir)
+    source = _connect(options, beginning.token, directory, console, log_dir, watch)
     try:
         ending = _run(config, beginning, torch_config, script, source, console, watch)
     finally:
@@ -207,7 +207,12 @@ def _fixes(script: Script) -> str:
 
 
 def _connect(
-    options: argparse.Namespace, token: str | None, directory: JobDirectory, console: RunConsole, log_dir: Path
+    options: argparse.Namespace,
+    token: str | None,
+    directory: JobDirectory,
+    console: RunConsole,
+    log_dir: Path,
+    watch: SignalWatch,
 ) -> _Source:
     """Finds the master's address, starting an embedded master if there is to be one."""
     by_default = getattr(options, "job_id_is_default", False)
@@ -239,6 +244,7 @@ def _connect(
         console.say,
         patience_seconds=options.connect_timeout,
         listen=listen,
+        undisturbed=watch.undisturbed,
     )
     try:
         embedded.start()

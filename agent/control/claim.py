@@ -2,8 +2,8 @@
 
 The claim is one small file per job in the checkpoint directory, replaced as a whole. An agent that sees the master's
 process, or reaches the master, moves the counter in it. So others can tell a served job from an abandoned one without
-comparing clocks. There are two locks. An agent that starts a master holds `starting`, perhaps for long. The other one
-is held only while the file is replaced, so that the counter can move meanwhile.
+comparing clocks. There are two locks (`locks`). An agent that starts a master holds `starting`, perhaps for long. The
+other one is held only while the file is replaced, so that the counter can move meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -22,12 +22,11 @@ from dalsegno.elastic.checkpoint.files import move_over
 from dalsegno.protos.processes import is_of_earlier_boot
 
 from ..storage.private import open_private
+from .locks import JobLocks
 from .machine import Machine, ProcessPlace
 
-__all__ = ["Claim", "ClaimFile", "LockGivenUp", "LockTimeout", "served_elsewhere"]
+__all__ = ["Claim", "ClaimFile", "served_elsewhere"]
 
-# Seconds between two tries, because flock cannot wait with a deadline.
-_LOCK_PAUSE_SECONDS = 0.05
 _WRITE_LOCK, _START_LOCK = "claim.lock", "start.lock"
 # Seconds.
 _WRITE_TIMEOUT_SECONDS = 10.0
@@ -36,14 +35,6 @@ _READS, _READ_PAUSE_SECONDS = 5, 0.02
 _MOST_READ_BYTES = 1 << 16
 # The most characters of a host name, an address or a namespace.
 _LONGEST = 256
-
-
-class LockTimeout(Exception):
-    """Another process holds the claim's lock for longer than any work under it takes."""
-
-
-class LockGivenUp(Exception):
-    """Whoever waited for the lock was told to go: nothing is wrong, and there is nothing to say."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ class ClaimFile:
 
     def __init__(self, directory: Path, machine: Machine | None = None) -> None:
         self._directory = directory
-        self._machine = machine or Machine()
+        self._locks = JobLocks(directory, machine or Machine())
         self.path = directory / "claim.json"
 
     def read(self) -> Claim | None:
@@ -149,6 +140,14 @@ class ClaimFile:
         # The disk is damaged, or another program has written it.
         return None
 
+    def wait_until_free(self, closing: threading.Event) -> None:
+        """Returns once the claim can be written: one that is stopped as it writes it holds its lock.
+
+        Raises: what `write` does.
+        """
+        with self._locks.hold(_WRITE_LOCK, _WRITE_TIMEOUT_SECONDS, closing):
+            pass
+
     def write(self, claim: Claim, closing: threading.Event) -> None:
         """Replaces the claim.
 
@@ -157,7 +156,7 @@ class ClaimFile:
             LockGivenUp: `closing` was set.
             LocksUnavailable, OSError: see `bump`.
         """
-        with self._lock(_WRITE_LOCK, _WRITE_TIMEOUT_SECONDS, closing):
+        with self._locks.hold(_WRITE_LOCK, _WRITE_TIMEOUT_SECONDS, closing):
             self._replace(claim)
 
     def _replace(self, claim: Claim) -> None:
@@ -181,41 +180,15 @@ class ClaimFile:
             LocksUnavailable: nothing can be locked here, and without locks a newer claim could be overwritten.
             OSError: the file system fails.
         """
-        with self._try_lock(_WRITE_LOCK) as held:
+        with self._locks.try_hold(_WRITE_LOCK) as held:
             if not held or self.read() != before:
                 return None
             moved = replace(before, counter=before.counter + 1)
             self._replace(moved)
             return moved
 
-    def starting(self, timeout_seconds: float, closing: threading.Event) -> contextlib.AbstractContextManager[None]:
-        """A lock that is held while a master is looked for or started. The kernel frees it when the holder dies.
-
-        Raises:
-            LockTimeout: it could not be taken within `timeout_seconds`.
-            LockGivenUp: `closing` was set.
-        """
-        return self._lock(_START_LOCK, timeout_seconds, closing)
-
-    @contextlib.contextmanager
-    def _lock(self, name: str, timeout_seconds: float, closing: threading.Event) -> Iterator[None]:
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            with self._try_lock(name) as held:
-                if held:
-                    yield
-                    return
-            if time.monotonic() >= deadline:
-                path = self._directory / name
-                raise LockTimeout(f"{path} is locked by another process for more than {timeout_seconds:.0f} s")
-            if closing.wait(_LOCK_PAUSE_SECONDS):
-                raise LockGivenUp
-
-    @contextlib.contextmanager
-    def _try_lock(self, name: str) -> Iterator[bool]:
-        free = self._machine.lock(self._directory / name)
-        try:
-            yield free is not None
-        finally:
-            if free is not None:
-                free()
+    def starting(
+        self, timeout_seconds: float, closing: threading.Event, slow: Callable[[str], None] = lambda who: None
+    ) -> contextlib.AbstractContextManager[None]:
+        """A lock that is held while a master is looked for or started. For the rest see `JobLocks.hold`."""
+        return self._locks.hold(_START_LOCK, timeout_seconds, closing, slow)

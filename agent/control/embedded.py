@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from pathlib import Path
 
@@ -19,21 +20,20 @@ import grpc
 
 from dalsegno.elastic.checkpoint.errors import is_full
 from dalsegno.elastic.checkpoint.mounts import is_away, mount_point
-from dalsegno.protos import control_pb2, control_pb2_grpc
-from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.shortage import CannotStartError, starting
-from dalsegno.protos.text import one_line
 
 from ..storage.private import NotPrivateError, check_private
-from .claim import Claim, ClaimFile, LockGivenUp, LockTimeout, served_elsewhere
-from .connection import RETRIED, Credentials, code_of, detail_of, unconnected
+from .awake import AwakeTime
+from .claim import Claim, ClaimFile, served_elsewhere
+from .connection import Credentials
+from .inquiry import ANSWER_TIMEOUT_SECONDS, MasterInquiry
+from .locks import LockGivenUp, LockTimeout
 from .machine import LocksUnavailable, Machine
 from .spawning import (
     COMMAND,
     LOOPBACK,
     MasterError,
     SpawnedMaster,
-    TokenLostError,
     is_made,
     last_words,
     make_token,
@@ -44,11 +44,8 @@ from .spawning import (
 
 __all__ = ["EmbeddedMaster", "MasterError"]
 
-# SQLite's words where a disk is full.
-_FULL = "database or disk is full"
 # Seconds.
 _LOCK_TIMEOUT_SECONDS = 90.0
-_ANSWER_TIMEOUT_SECONDS = 2.0
 # How long a living master may be silent before people are told.
 _SILENCE_SECONDS = 5.0
 _RENEWAL_SECONDS = 2.0
@@ -60,15 +57,6 @@ _LOOK_PAUSE_SECONDS = 0.5
 _DEATH_TIMEOUT_SECONDS = 6.0
 # Between two attempts after one failed.
 _RETRY_PAUSE_SECONDS = 1.0
-# Answers of a process that is not our master: one of another job, or another program's server on the same port.
-_STRANGERS = (
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNKNOWN,
-)
-
 logger = logging.getLogger(__name__)
 
 
@@ -100,6 +88,7 @@ class EmbeddedMaster:
         patience_seconds: seconds after which this agent gives up, for this time, a living master that does not answer.
         machine: stands for the kernel.
         listen: where a master that this agent starts serves.
+        undisturbed: held while this process has a lock of the job's: it is not to be stopped (Ctrl-Z) inside.
     """
 
     def __init__(
@@ -112,6 +101,7 @@ class EmbeddedMaster:
         patience_seconds: float = 60.0,
         machine: Machine | None = None,
         listen: tuple[str, int] = LOOPBACK,
+        undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._directory = directory
         self._job_id = job_id
@@ -121,6 +111,7 @@ class EmbeddedMaster:
         self._said: set[str] = set()
         self._command = tuple(command)
         self._listen = listen
+        self._undisturbed = undisturbed
         # A watched claim must have time to show that it stands still.
         self._patience_seconds = max(patience_seconds, self._watch_seconds + _SILENCE_SECONDS)
         self._machine = machine or Machine()
@@ -139,10 +130,7 @@ class EmbeddedMaster:
         self._address = ""
         # Whether it answered when it was last asked.
         self._served = False
-        # Why it could not even be asked, or not be connected to; empty: it could.
-        self._unasked = self._unconnected = ""
-        # What it cannot record, by its own word, as people were told it last.
-        self._trouble = ""
+        self._inquiry = MasterInquiry(job_id, self.credentials, say)
         # The claim of a master that was gone when this agent came; agents that it served may know more than its store.
         self.abandoned_generation = 0
         self._threads = [
@@ -188,7 +176,7 @@ class EmbeddedMaster:
         """Leaves the master, which ends by itself when the job has ended or no agent is left."""
         self._closing.set()
         self._missing.set()
-        deadline = time.monotonic() + _ANSWER_TIMEOUT_SECONDS + _SILENCE_SECONDS
+        deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS + _SILENCE_SECONDS
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -222,10 +210,11 @@ class EmbeddedMaster:
             try:
                 # Reaps a master that we started and that has ended.
                 self._reap()
-                # It is enough if another agent moves it. A stopped process moves nothing, and holds no lock.
+                # It is enough if another agent moves it. A stopped process moves nothing; it may hold the lock.
                 before, self._known = self._known, self._claims.read()
                 if self._known is not None and self._known == before and self._renews(before):
-                    self._known = self._claims.bump(before)
+                    with self._undisturbed():
+                        self._known = self._claims.bump(before)
                     full = False
                 said = ""
             except Exception as error:
@@ -260,6 +249,9 @@ class EmbeddedMaster:
         answers = self._served and claim.address == self._address
         return claim.is_seen_from(self._place) or (claim.is_reached_from(self._place) and answers)
 
+    def _say_who_starts(self, who: str) -> None:
+        self._say_once(f"{who} starts the job's master; waiting for it", True)
+
     def _say_once(self, text: str, warning: bool) -> None:
         if text not in self._said:
             self._said.add(text)
@@ -273,12 +265,12 @@ class EmbeddedMaster:
         Raises:
             MasterError, OSError: see `start`.
         """
-        begin = still_since = time.monotonic()
+        spent, still_since = AwakeTime(), 0.0
         watched: Claim | None = None
         while not self._closing.is_set():
             claim = self._claims.read()
             standing = self._standing(claim)
-            now = time.monotonic()
+            now = spent.seconds()
             if claim != watched:
                 if watched is not None and claim is not None and standing is _Standing.ELSEWHERE:
                     raise MasterError(served_elsewhere(claim, self._place, self._job_id))
@@ -292,7 +284,7 @@ class EmbeddedMaster:
                 if self._replace(claim, standing):
                     return
             elif claim is not None:
-                self._wait_for(claim, standing, now - begin)
+                self._wait_for(claim, standing, now)
 
     def _found(self, claim: Claim) -> None:
         self._address, self._last = claim.address, claim
@@ -306,7 +298,7 @@ class EmbeddedMaster:
             MasterError: this has taken too long for this time.
         """
         where = f"process {claim.pid}" if standing is _Standing.SILENT else f"in another container of {claim.host}"
-        master, known = f"the master of job {self._job_id} ({where}) lives", self._unasked or self._unconnected
+        master, known = f"the master of job {self._job_id} ({where}) lives", self._inquiry.trouble
         if standing is _Standing.ELSEWHERE:
             text = f"the job was served on {claim.host}; watching for {self._watch_seconds:.0f} s whether it still is"
             self._say_once(text, False)
@@ -329,7 +321,7 @@ class EmbeddedMaster:
             return _Standing.GONE
         if not claim.is_reached_from(self._place):
             return _Standing.ELSEWHERE
-        answer = self._ask(claim.address)
+        answer = self._inquiry.ask(claim.address)
         if answer is None:
             return _Standing.SERVES
         if not claim.is_seen_from(self._place):
@@ -342,36 +334,6 @@ class EmbeddedMaster:
         # It lives, so the port is its own: it has another token.
         return _Standing.ESTRANGED if answer is grpc.StatusCode.UNAUTHENTICATED else _Standing.SILENT
 
-    def _ask(self, address: str) -> grpc.StatusCode | None:
-        """Asks who is at an address. None: the job's master. Otherwise the status with which it failed."""
-        try:
-            credentials = self.credentials()
-        except TokenLostError as error:
-            if not self._unasked:
-                logger.warning("the master cannot be asked: %s", error)
-            self._unasked = f"cannot be asked: {error}"
-            return grpc.StatusCode.UNAUTHENTICATED
-        self._unasked = self._unconnected = ""
-        with credentials.channel(address) as channel:
-            try:
-                request = control_pb2.StatusRequest(job_id=self._job_id, protocol=CONTROL_PROTOCOL)
-                status = control_pb2_grpc.ControlStub(channel).GetStatus(
-                    request, timeout=_ANSWER_TIMEOUT_SECONDS, metadata=credentials.metadata
-                )
-                self._tell_trouble(status.store_trouble)
-            except grpc.RpcError as error:
-                code, detail = code_of(error), detail_of(error)
-                if code is grpc.StatusCode.UNAVAILABLE and "connect" in detail:
-                    self._unconnected = unconnected(address, detail)
-                return code if code in RETRIED or code in _STRANGERS else None
-            return None
-
-    def _tell_trouble(self, trouble: str) -> None:
-        """Says what the master cannot record. A full disk has a line of its own."""
-        if trouble and trouble != self._trouble and _FULL not in trouble:
-            self._say(f"the job's own master can record nothing: {with_limit(one_line(trouble))}", True)
-        self._trouble = trouble
-
     # ---- starting ---------------------------------------------------------------------------------------------------
 
     def _replace(self, claim: Claim | None, standing: _Standing) -> bool:
@@ -382,7 +344,10 @@ class EmbeddedMaster:
         """
         try:
             self._make_again()
-            with self._claims.starting(_LOCK_TIMEOUT_SECONDS, self._closing):
+            starting_alone = self._claims.starting(_LOCK_TIMEOUT_SECONDS, self._closing, self._say_who_starts)
+            with starting_alone, self._undisturbed():
+                # Before anything is ended or superseded by a master that could then not be claimed.
+                self._claims.wait_until_free(self._closing)
                 now = self._claims.read()
                 if not self._is_as_it_was(now, claim, standing):
                     return False

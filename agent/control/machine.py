@@ -56,6 +56,10 @@ class Machine:
         """Where this process lives."""
         return ProcessPlace(socket.gethostname(), boot_id(), namespace("pid"), namespace("net"), machine())
 
+    def pid(self) -> int:
+        """The number of this process."""
+        return os.getpid()
+
     def user(self) -> int:
         """The user on whose behalf this process acts."""
         return os.geteuid()

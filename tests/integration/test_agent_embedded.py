@@ -21,7 +21,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from dalsegno.agent.control import embedded
+from dalsegno.agent.control import embedded, inquiry
 from dalsegno.agent.control.claim import Claim, ClaimFile
 from dalsegno.agent.control.embedded import EmbeddedMaster, MasterError
 from dalsegno.agent.control.machine import Machine
@@ -489,7 +489,7 @@ def silent_master(jobs: Jobs, monkeypatch: pytest.MonkeyPatch, patience: float) 
     """A process that took its port and says nothing; and the view that started it, whose patience is short."""
     monkeypatch.setattr(embedded, "_LEAST_WATCH_SECONDS", 0.1)
     monkeypatch.setattr(embedded, "_SILENCE_SECONDS", 0.3)
-    monkeypatch.setattr(embedded, "_ANSWER_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(inquiry, "ANSWER_TIMEOUT_SECONDS", 0.2)
     view = jobs.view(0.1, (sys.executable, "-c", SILENT), patience)
     view.start()
     return view, jobs.claim()
@@ -574,7 +574,7 @@ def test_a_master_that_is_continued_in_time_lives_on(jobs: Jobs) -> None:
     wait_for(lambda: process_state(before.pid) == "T")
     with jobs.claims.starting(5.0, threading.Event()):
         view.missing()
-        time.sleep(embedded._ANSWER_TIMEOUT_SECONDS + 1.0)
+        time.sleep(inquiry.ANSWER_TIMEOUT_SECONDS + 1.0)
         os.kill(before.pid, signal.SIGCONT)
     view._ensure()
     assert jobs.claim().is_of(before)

@@ -20,8 +20,8 @@ from unittest import mock
 import grpc
 from google.protobuf.message import Message
 
+from dalsegno.agent.control import awake, embedded, inquiry, locks, spawning
 from dalsegno.agent.control import claim as claim_files
-from dalsegno.agent.control import embedded, spawning
 from dalsegno.agent.control.claim import Claim
 from dalsegno.agent.control.embedded import EmbeddedMaster, MasterError
 from dalsegno.agent.storage import private
@@ -466,15 +466,17 @@ class World:
             (embedded, "start_master", self._start_master),
             (embedded, "Credentials", Credentials),
             (embedded, "logger", _Log(self)),
+            (inquiry, "logger", _Log(self)),
             (claim_files, "open_private", self._open),
             (claim_files, "move_over", self._move_over),
             (claim_files, "os", shims.Shim(os, fsync=lambda fd: None)),
             (spawning, "os", shims.Shim(os, fsync=lambda fd: None)),
         ]
+        modules = (awake, claim_files, embedded, inquiry, locks, private)
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(tempfile.TemporaryDirectory())
             self.directory = Path(directory) / "job"
-            stack.enter_context(shims.installed(self.kernel, self.plan.seed, (embedded, claim_files, private)))
+            stack.enter_context(shims.installed(self.kernel, self.plan.seed, modules))
             for owner, name, other in others:
                 stack.enter_context(mock.patch.object(owner, name, other))
             yield

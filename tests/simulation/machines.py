@@ -151,6 +151,9 @@ class SimMachine(Machine):
     def place(self) -> ProcessPlace:
         return self._agent.site.place
 
+    def pid(self) -> int:
+        return self._agent.proc.pid
+
     def user(self) -> int:
         return US
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dalsegno.agent.control import claim, embedded
+from dalsegno.agent.control import claim, embedded, inquiry
 from dalsegno.agent.control.claim import Claim, ClaimFile
 from dalsegno.agent.control.embedded import EmbeddedMaster
 from dalsegno.agent.control.machine import Machine, ProcessPlace
@@ -154,7 +154,7 @@ CLAIM_PLANTS: dict[str, Plant] = dict(
         ),
         _plant(embedded, "_REPLACED", replaces_whoever_does_not_answer, REPLACED, seeds=20, suits=has("slow_master")),
         _plant(
-            embedded, "_STRANGERS", takes_a_stranger_for_the_master, WELL, seeds=40, suits=has("reuse_port"), first=47
+            inquiry, "_STRANGERS", takes_a_stranger_for_the_master, WELL, seeds=40, suits=has("reuse_port"), first=47
         ),
         _plant(
             EmbeddedMaster,

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dalsegno.agent.control import claim
+from dalsegno.agent.control import claim, locks
 from dalsegno.agent.control.claim import Claim, ClaimFile
 from dalsegno.agent.control.machine import LocksUnavailable, Machine, ProcessPlace
 
@@ -128,12 +128,12 @@ def holding(directory: Path, name: str) -> contextlib.AbstractContextManager[obj
 def test_a_lock_that_another_holds_is_named_by_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks for its holder has to look at that file: nobody locks the claim itself."""
     file = ClaimFile(tmp_path)
-    timeout = pytest.raises(claim.LockTimeout)
+    timeout = pytest.raises(locks.LockTimeout)
     with holding(tmp_path, "start.lock"), timeout as refused, file.starting(0.0, threading.Event()):
         pass
     assert str(refused.value) == f"{tmp_path / 'start.lock'} is locked by another process for more than 0 s"
     monkeypatch.setattr(claim, "_WRITE_TIMEOUT_SECONDS", 0.0)
-    with holding(tmp_path, "claim.lock"), pytest.raises(claim.LockTimeout) as refused:
+    with holding(tmp_path, "claim.lock"), pytest.raises(locks.LockTimeout) as refused:
         file.write(CLAIM, threading.Event())
     assert str(refused.value).startswith(str(tmp_path / "claim.lock"))
 
@@ -143,9 +143,9 @@ def test_who_is_told_to_go_while_it_waits_has_not_waited_too_long(tmp_path: Path
     closing = threading.Event()
     closing.set()
     file = ClaimFile(tmp_path)
-    with holding(tmp_path, "start.lock"), pytest.raises(claim.LockGivenUp), file.starting(90.0, closing):
+    with holding(tmp_path, "start.lock"), pytest.raises(locks.LockGivenUp), file.starting(90.0, closing):
         pass
-    with holding(tmp_path, "claim.lock"), pytest.raises(claim.LockGivenUp):
+    with holding(tmp_path, "claim.lock"), pytest.raises(locks.LockGivenUp):
         file.write(CLAIM, closing)
 
 
