@@ -98,6 +98,17 @@ class ResumePoint:
         """Whether the checkpoint has a file of this name."""
         return any(entry.path == name for entry in self.manifest.files)
 
+    def sees(self, name: str) -> bool:
+        """The same, for who reads it next: a file that is not in sight may still have been saved.
+
+        Raises:
+            OSError: The checkpoint has it, and this rank does not see it. Another start may.
+        """
+        listed = self.lists(name)
+        if listed and not (self.path / name).is_file():
+            raise OSError(f"{self.path / name} is not here, although the checkpoint's manifest lists it")
+        return listed
+
     def wait(self) -> None:
         """Waits until all ranks have verified the files.
 
@@ -484,14 +495,3 @@ def _told(error: Exception) -> str:
         return str(error)
     log.error("what this rank resumes from cannot be read", exc_info=error)
     return describe(error)
-
-
-def restore_rng(resume: ResumePoint | None, seed: int | None, step: int, rank: int, world_size: int) -> None:
-    """Restores the random generators as the run left them, see ``Session.restore_rng``."""
-    if seed is not None or resume is not None:
-        # Also if there is a state, which may lack a generator: a run on CPUs saves none for cards.
-        rng.seed_rank(seed or 0, step, rank)
-    if resume is not None and resume.form == SHARDED and resume.manifest.shape.world_size == world_size:
-        state = resume.path / rng.file_name(rank)
-        if state.is_file():
-            rng.restore(state.read_bytes())

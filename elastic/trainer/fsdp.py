@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,29 +23,30 @@ from ..rank.process_group import init_process_group
 from ..saving.bundles import Bundle
 from ..saving.optimizers import check_sharded, say_added
 from ..saving.replicas import check_whole, loadable, loadable_weights, plainly, tensors
+from ..saving.resuming import ResumePoint
 from ..saving.unfit import rejecting
 from ..training.first_weights import FirstWeights
-from ..training.reading_state import check_same_dtypes, check_same_names, owned, read_tensors
+from ..training.reading_state import check_same_dtypes, check_same_names, owned, read_saved
 from ..training.unlisted import Unlisted
 from ..training.wrappers import frozen, tell_frozen
 from .loss_scale import LossScale
 from .made import steps_on_metric
 from .sharding import Init, shard
 from .strategies import (
-    TRAINER_FILE,
+    TRAINERS_STATE,
     MakeOptimizer,
     MakeScheduler,
     Setting,
     Strategy,
     load_optimizer,
-    load_trainer_state,
     own_device,
     step_and_clear,
-    trainer_state,
 )
 
-SHARED_FILE, DIRECTORY = "shared.pt", "shards"
+SHARED_FILE, TRAINER_FILE, DIRECTORY = "shared.pt", "trainer.pt", "shards"
 _LAYOUT_VERSION = 1
+# For people.
+_WRITER = "a Trainer with FSDP"
 
 
 class FSDP(Strategy):
@@ -126,14 +126,14 @@ class FSDP(Strategy):
             return {}
         mark("built")
         with resume.loading() as files, rejecting():
-            shared = load(files.path, model, self.optimizer, cast=self._cast)
+            shared = load(files, model, self.optimizer, cast=self._cast)
         mark("loaded")
         self._resumed = resume.ref.name
         # Earlier versions had neither of them.
         self._had_frozen = shared.get("frozen")
         self._unlisted.load(shared.get("unlisted", {}))
         with rejecting():
-            return load_trainer_state(resume.path, self.scheduler, self.loss_scale)
+            return load_trainer_state(resume, self.scheduler, self.loss_scale)
 
     def backward(self, loss: Tensor) -> None:
         self.loss_scale.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -218,7 +218,7 @@ def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = False) -> Mapping[str, Any]:
+def load(resume: ResumePoint, model: nn.Module, optimizer: Optimizer, *, cast: bool = False) -> Mapping[str, Any]:
     """Fills a sharded model and its optimizer, in any world, reading only this rank's rows. No collective.
 
     Args:
@@ -229,12 +229,13 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = Fal
 
     Raises:
         ValueError: The checkpoint is of another model or optimizer, or incomplete.
+        OSError: A file cannot be read, or this rank does not see one that the checkpoint has.
     """
-    shared: Mapping[str, Any] = read_tensors(path / SHARED_FILE)
+    shared: Mapping[str, Any] = read_saved(resume, SHARED_FILE, _WRITER)
     if shared.get("version") != _LAYOUT_VERSION:
-        raise ValueError(f"{path} has layout {shared.get('version')}, this program reads {_LAYOUT_VERSION}")
+        raise ValueError(f"{resume.path} has layout {shared.get('version')}, this program reads {_LAYOUT_VERSION}")
     with ExitStack() as files:
-        shards = _Shards(path, shared, files)
+        shards = _Shards(resume, shared, files)
         rest = _rest(model)
         sharded = {f"model/{name}": p for name, p in model.named_parameters() if _is_sharded(p)}
         saved = [key for key in shared["shapes"] if key.startswith("model/")]
@@ -250,6 +251,36 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = Fal
         model.load_state_dict(whole, strict=False)
         _load_optimizer(shared["optimizer"], optimizer, model, shards, cast)
     return shared
+
+
+def trainer_state(state: Mapping[str, Any], scheduler: Any, loss_scale: LossScale) -> dict[str, Any]:
+    """What is alike on all ranks, as a file's content, after a check that it can be read again.
+
+    Raises:
+        TypeError: A scheduler or callback keeps something other than plain values and tensors.
+        ValueError: A callback keeps sharded tensors.
+    """
+    schedule = None if scheduler is None else scheduler.state_dict()
+    content = {"trainer": dict(state), "scheduler": schedule, "scaler": loss_scale.state_dict()}
+    return dict(loadable(content, TRAINERS_STATE))
+
+
+def load_trainer_state(resume: ResumePoint, scheduler: Any, loss_scale: LossScale) -> dict[str, Any]:
+    """The inverse of `trainer_state`.
+
+    Raises:
+        ValueError: A scheduler or a loss scale was saved and there is none now, or the other way round.
+        OSError: See ``reading_state.read_saved``.
+    """
+    state = owned(read_saved(resume, TRAINER_FILE, _WRITER))
+    if (state["scheduler"] is None) != (scheduler is None):
+        had, has = ("no", "one") if state["scheduler"] is None else ("one", "none")
+        raise ValueError(f"the checkpoint has {had} scheduler, the Trainer {has}: the learning rate would be another")
+    # Earlier versions had no loss scale.
+    loss_scale.load_state_dict(state.get("scaler") or LossScale(None).state_dict())
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    return dict(state["trainer"])
 
 
 _SAVED = "and FSDP saves optimizers whose state is by parameters, sharded as they are"
@@ -299,12 +330,12 @@ class _Shards:
     there: in a world of as many ranks, a rank's own.
     """
 
-    def __init__(self, path: Path, shared: Mapping[str, Any], files: ExitStack) -> None:
+    def __init__(self, resume: ResumePoint, shared: Mapping[str, Any], files: ExitStack) -> None:
         self._shapes: Mapping[str, list[int]] = shared["shapes"]
         self._saved_by: int = shared["world_size"]
         self._mapped: dict[int, Mapping[str, Any]] = {}
         files.callback(self._mapped.clear)  # each mapping ends with its last tensor
-        self._path = path
+        self._resume, self._path = resume, resume.path
         # Keys of the optimizer's sharded state, by parameter: looking through all for each takes seconds for thousands.
         self._keys: dict[str, list[str]] = {}
         for place in self._shapes:
@@ -313,12 +344,16 @@ class _Shards:
                 self._keys.setdefault(name, []).append(key)
 
     def _rows(self, rank: int, key: str) -> tuple[int, Tensor]:
-        """One rank's rows of a tensor: the first row, and their values."""
+        """One rank's rows of a tensor: the first row, and their values.
+
+        Raises:
+            ValueError: They were not saved.
+            OSError: See ``reading_state.read_saved``.
+        """
         if rank not in self._mapped:
-            file = self._path / _file_of(rank)
-            if not file.is_file():
+            if not self._resume.lists(_file_of(rank)):
                 raise ValueError(f"{self._path} has not all rows of {key}: {_file_of(rank)} is missing")
-            self._mapped[rank] = read_tensors(file)
+            self._mapped[rank] = read_saved(self._resume, _file_of(rank), _WRITER)
         if key not in self._mapped[rank]:
             raise ValueError(f"{self._path} has not all rows of {key}: {_file_of(rank)} has none")
         rows = self._mapped[rank][key]
@@ -337,6 +372,7 @@ class _Shards:
 
         Raises:
             ValueError: It has another shape, or rows are missing.
+            OSError: See `_rows`.
         """
         if self._shapes[key] != shape:
             raise ValueError(f"the checkpoint is of another model: {key} was {self._shapes[key]} and is {shape}")

@@ -25,7 +25,7 @@ from ..data.plan import BatchPlan
 from ..rank.process_group import init_process_group, send_rank_0s
 from ..saving.replicas import check_whole, loadable
 from ..saving.writing import write_files
-from ..training.reading_state import load_part, owned, read_tensors
+from ..training.reading_state import load_part
 from ..training.session import BareSession
 from ..training.staying import Wrappers
 from ..training.training_state import TrainingState
@@ -35,8 +35,7 @@ from .made import steps_on_metric
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 MakeScheduler = Callable[[Optimizer], Any]
-TRAINER_FILE = "trainer.pt"
-_TRAINERS_STATE = "the state of the scheduler, of a callback or of the script's own"
+TRAINERS_STATE = "the state of the scheduler, of a callback or of the script's own"
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ class Strategy(ABC):
         Raises:
             TypeError, ValueError: It cannot.
         """
-        loadable(dict(state), _TRAINERS_STATE)
+        loadable(dict(state), TRAINERS_STATE)
 
     def watched(self, state: Callable[[], Mapping[str, Any]]) -> TrainingState | None:
         """What each rank has all of; None: the state is not replicated. Valid once `setup` is done.
@@ -468,32 +467,3 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, cast: bool
         raise ValueError(
             f"the checkpoint's optimizer is not {type(optimizer).__name__} as made here: {error}"
         ) from error
-
-
-def trainer_state(state: Mapping[str, Any], scheduler: Any, loss_scale: LossScale) -> dict[str, Any]:
-    """What is alike on all ranks, as a file's content, after a check that it can be read again.
-
-    Raises:
-        TypeError: A scheduler or callback keeps something other than plain values and tensors.
-        ValueError: A callback keeps sharded tensors.
-    """
-    schedule = None if scheduler is None else scheduler.state_dict()
-    content = {"trainer": dict(state), "scheduler": schedule, "scaler": loss_scale.state_dict()}
-    return dict(loadable(content, _TRAINERS_STATE))
-
-
-def load_trainer_state(directory: Path, scheduler: Any, loss_scale: LossScale) -> dict[str, Any]:
-    """The inverse of `trainer_state`.
-
-    Raises:
-        ValueError: A scheduler or a loss scale was saved and there is none now, or the other way round.
-    """
-    state = owned(read_tensors(directory / TRAINER_FILE))
-    if (state["scheduler"] is None) != (scheduler is None):
-        had, has = ("no", "one") if state["scheduler"] is None else ("one", "none")
-        raise ValueError(f"the checkpoint has {had} scheduler, the Trainer {has}: the learning rate would be another")
-    # Earlier versions had no loss scale.
-    loss_scale.load_state_dict(state.get("scaler") or LossScale(None).state_dict())
-    if scheduler is not None:
-        scheduler.load_state_dict(state["scheduler"])
-    return dict(state["trainer"])

@@ -1,4 +1,4 @@
-"""What happens when a session is opened: the greeting to the agent, a directory's lock, a bad resume point."""
+"""What happens when a session is opened: the greeting to the agent, a directory's lock, a resume point."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dalsegno.protos.contract import WORKER_PROTOCOL
 from dalsegno.protos.processes import boot_id, namespace
 
 from ..checkpoint import SHARDED, UNIVERSAL, CheckpointStore, LocalLock
+from ..rank import rng
 from ..rank.agreement import Refusal, Trouble
 from ..rank.board import open_board
 from ..rank.collective import Collective
@@ -255,3 +256,14 @@ def next_epoch(store: CheckpointStore, collective: Collective) -> int:
     if problem:
         raise Trouble(problem)
     return int(epoch)
+
+
+def restore_rng(resume: ResumePoint | None, seed: int | None, step: int, rank: int, world_size: int) -> None:
+    """Restores the random generators as the run left them, see ``Session.restore_rng``."""
+    if seed is not None or resume is not None:
+        # Also if there is a state, which may lack a generator: a run on CPUs saves none for cards.
+        rng.seed_rank(seed or 0, step, rank)
+    if resume is not None and resume.form == SHARDED and resume.manifest.shape.world_size == world_size:
+        state = resume.path / rng.file_name(rank)
+        if state.is_file():
+            rng.restore(state.read_bytes())

@@ -253,31 +253,9 @@ def read_tensors(path: Path) -> Any:
     The file is mapped: only what is copied from its tensors is read. Keep none of them.
 
     Raises:
-        ValueError: It is not there, or has something else in it.
+        ValueError: It has something else in it.
+        OSError: It cannot be read, FileNotFoundError where it is not there.
     """
-    try:
-        return _read(path)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path.parent.name} has no {path.name}: it was not saved by TrainingState") from error
-
-
-def read_saved(resume: ResumePoint, name: str) -> Any:
-    """The same of a file of the resume point.
-
-    Raises:
-        ValueError: The checkpoint has no such file, or it has something else in it.
-        OSError: It has, and this rank does not see it. Another start may.
-    """
-    path = resume.path / name
-    if not resume.lists(name):
-        return read_tensors(path)
-    try:
-        return _read(path)
-    except FileNotFoundError as error:
-        raise OSError(f"{path} is not here, although the checkpoint's manifest lists it") from error
-
-
-def _read(path: Path) -> Any:
     try:
         content = _opened(path)
     except Packed as error:
@@ -288,6 +266,21 @@ def _read(path: Path) -> Any:
         return unpacked(content)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def read_saved(resume: ResumePoint, name: str, by: str = "TrainingState") -> Any:
+    """The same of a file of the resume point.
+
+    Args:
+        by: Who saves such a file, for the refusal of a checkpoint that has none.
+
+    Raises:
+        ValueError: The checkpoint has no such file, or it has something else in it.
+        OSError: It has, and this rank does not see it. Another start may.
+    """
+    if not resume.sees(name):
+        raise ValueError(f"{resume.ref.name} has no {name}: it was not saved by {by}")
+    return read_tensors(resume.path / name)
 
 
 def _opened(path: Path) -> Any:

@@ -36,13 +36,13 @@ from ..saving.apart import agree_to_go
 from ..saving.background_save import Background
 from ..saving.content import Content
 from ..saving.declared import how_loaded, strategy_of
-from ..saving.resuming import Damaged, ResumePoint, restore_rng
+from ..saving.resuming import Damaged, ResumePoint
 from ..saving.survivor import Survivor
 from ..saving.tracking import Tracking
 from .copies import Copies
 from .examination import Examination, refuse_to_go_on
 from .findings import loads_anywhere
-from .opening import refuse
+from .opening import refuse, restore_rng
 from .saves import Saves
 from .staying import way_out
 

@@ -28,6 +28,12 @@ def write(run_dir: Path, name: CheckpointName, *, shape: Shape, source: Ref | No
     return manifest
 
 
+def point(directory: Path) -> ResumePoint:
+    """The resume point whose manifest lists what is in this directory now."""
+    manifest = manifest_for(directory)
+    return ResumePoint(manifest.step, manifest.position, SHARDED, directory, None, manifest)
+
+
 ANY, TWO = Shape(2, "ddp", True), Shape(2, "deepspeed-zero-1", False)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from dalsegno.elastic.saving.writing import write_files
 from dalsegno.elastic.trainer import fsdp
+from tests.unit.elastic.saving.test_resuming import point
 
 LAYERS = 40
 
@@ -46,19 +47,20 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[floa
 
 @pytest.mark.parametrize("form", ["ours", "of earlier versions"])
 def test_what_was_written_is_read_again(tmp_path: Path, form: str) -> None:
+    (directory := tmp_path / "step-4.e2.1").mkdir()
     model, optimizer = made(1, trained=True)
     content = fsdp.files(model, optimizer)
     if form == "ours":
-        write_files(tmp_path, content)
+        write_files(directory, content)
     else:
-        (tmp_path / fsdp.DIRECTORY).mkdir()
+        (directory / fsdp.DIRECTORY).mkdir()
         for name, file in content.items():
-            torch.save({**file}, tmp_path / name)
+            torch.save({**file}, directory / name)
     other = made(2, trained=False)
-    assert fsdp.load(tmp_path, *other)["frozen"] == []
+    assert fsdp.load(point(directory), *other)["frozen"] == []
     assert values(*other) == values(model, optimizer)
     # Thousands of tensors one by one cost more than their bytes.
-    pieces = [len(zipfile.ZipFile(tmp_path / name).namelist()) for name in content]
+    pieces = [len(zipfile.ZipFile(directory / name).namelist()) for name in content]
     assert all((count < LAYERS) is (form == "ours") for count in pieces)
 
 
@@ -104,8 +106,9 @@ def test_what_a_module_keeps_of_its_own_state_is_no_part_of_the_file(tmp_path: P
     model = nn.Sequential(Keeps(3, 3))
     pytest.importorskip("torch.distributed.fsdp").fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters())
-    write_files(tmp_path, fsdp.files(model, optimizer))
-    fsdp.load(tmp_path, model, optimizer)
+    (directory := tmp_path / "step-4.e2.1").mkdir()
+    write_files(directory, fsdp.files(model, optimizer))
+    fsdp.load(point(directory), model, optimizer)
     mapped = Path("/proc/self/maps").read_text()
     assert str(tmp_path) not in mapped
     assert model[0].kept.tolist() == [1, 1, 1, 1]

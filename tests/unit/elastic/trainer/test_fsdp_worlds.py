@@ -12,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dalsegno.elastic.rank.meetings import is_mistake
+from dalsegno.elastic.saving.resuming import ResumePoint
 from dalsegno.elastic.saving.writing import write_files
 from dalsegno.elastic.trainer import fsdp
+from dalsegno.elastic.training.reading_state import read_tensors
 from dalsegno.protos.reads import Reads, ranks_read
+from tests.unit.elastic.saving.test_resuming import point
 
 fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
 FakeStore = pytest.importorskip("torch.testing._internal.distributed.fake_pg").FakeStore
@@ -58,10 +62,10 @@ def save(directory: Path, size: int) -> dict[str, Tensor]:
     return {key: torch.cat(values) for key, values in rows.items()}
 
 
-def load(directory: Path) -> dict[str, tuple[int, Tensor]]:
+def load(resume: ResumePoint) -> dict[str, tuple[int, Tensor]]:
     """What this rank has then: by name, the first row and all rows."""
     model, optimizer = made(2)
-    fsdp.load(directory, model, optimizer)
+    fsdp.load(resume, model, optimizer)
     found = {}
     for name, parameter in model.named_parameters():
         found[f"model/{name}"] = fsdp._place(parameter)
@@ -81,28 +85,37 @@ def owners(old: int, whole: dict[str, Tensor], found: dict[str, tuple[int, Tenso
     }
 
 
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (made := tmp_path / "step-4.e2.1").mkdir()
+    return made
+
+
 @pytest.mark.parametrize(("old", "new"), WORLDS)
-def test_only_the_files_that_have_a_ranks_rows_are_needed(tmp_path: Path, old: int, new: int) -> None:
-    """Bit for bit what all files give; and each of them is needed."""
-    whole = save(tmp_path, old)
+def test_only_the_files_that_have_a_ranks_rows_are_needed(directory: Path, old: int, new: int) -> None:
+    """Bit for bit what all files give; and each of them is needed. One that a rank does not see another start may."""
+    whole = save(directory, old)
+    resume = point(directory)
     spared = 0
     for rank in range(new):
         with world(rank, new):
-            full = load(tmp_path)
+            full = load(resume)
             needed = owners(old, whole, full)
             assert needed == ranks_read(Reads((1, 2, 7, 16)), old, new, rank, rank + 1)
-            files = {other: tmp_path / fsdp.DIRECTORY / f"rank-{other}.pt" for other in range(old)}
+            files = {other: directory / fsdp.DIRECTORY / f"rank-{other}.pt" for other in range(old)}
             kept = {other: file.read_bytes() for other, file in files.items()}
             for other in set(files) - needed - {0}:
                 files[other].unlink()
                 spared += 1
-            for key, (start, local) in load(tmp_path).items():
+            for key, (start, local) in load(resume).items():
                 assert torch.equal(local, full[key][1])
                 assert torch.equal(local, whole[key][start : start + len(local)])
             for one in needed - {0}:
                 files[one].unlink()
+                with pytest.raises(OSError, match=rf"shards/rank-{one}\.pt is not here, although .* manifest lists it"):
+                    load(resume)
                 with pytest.raises(ValueError, match=rf"has not all rows of .*: shards/rank-{one}\.pt is missing"):
-                    load(tmp_path)
+                    load(point(directory))
                 files[one].write_bytes(kept[one])
             for other, content in kept.items():
                 files[other].write_bytes(content)
@@ -122,13 +135,28 @@ def test_a_save_says_what_is_cut() -> None:
             assert strategy.reads == (Reads((1, 2, 7, 16)) if type(strategy) is fsdp.FSDP else None)
 
 
-def test_a_rank_of_as_many_needs_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [fsdp.SHARED_FILE, f"{fsdp.DIRECTORY}/rank-0.pt"])
+def test_what_a_node_does_not_see_is_no_fault_of_the_checkpoint(directory: Path, name: str) -> None:
+    """The manifest lists it: a network file system may show it at the next start."""
+    save(directory, 2)
+    resume = point(directory)
+    (directory / name).unlink()
+    with world(0, 2):
+        with pytest.raises(OSError, match=rf"{name} is not here, although the checkpoint's manifest lists it") as found:
+            load(resume)
+        assert not is_mistake(found.value)
+        with pytest.raises(ValueError, match=r"step-4\.e2\.1 has no"):
+            load(point(directory))
+
+
+def test_a_rank_of_as_many_needs_its_own(directory: Path) -> None:
     """And rank 0's, as a node that comes has them."""
-    whole = save(tmp_path, 4)
+    whole = save(directory, 4)
+    resume = point(directory)
     for other in (1, 3):
-        (tmp_path / fsdp.DIRECTORY / f"rank-{other}.pt").unlink()
+        (directory / fsdp.DIRECTORY / f"rank-{other}.pt").unlink()
     with world(2, 4):
-        for key, (start, local) in load(tmp_path).items():
+        for key, (start, local) in load(resume).items():
             assert torch.equal(local, whole[key][start : start + len(local)])
 
 
@@ -140,12 +168,12 @@ def test_a_rank_of_as_many_needs_its_own(tmp_path: Path) -> None:
         (lambda rows: rows.clear(), r"rank-1\.pt has none"),
     ],
 )
-def test_rows_that_are_not_where_they_belong_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+def test_rows_that_are_not_where_they_belong_are_refused(directory: Path, change: Any, message: str) -> None:
     """The others' would be taken for this rank's."""
-    save(tmp_path, 4)
-    file = tmp_path / fsdp.DIRECTORY / "rank-1.pt"
-    rows = {key: dict(one) for key, one in fsdp.read_tensors(file).items()}
+    save(directory, 4)
+    file = directory / fsdp.DIRECTORY / "rank-1.pt"
+    rows = {key: dict(one) for key, one in read_tensors(file).items()}
     change(rows["model/0.weight"])
     torch.save({key: one for key, one in rows.items() if one}, file)
     with world(0, 2), pytest.raises(ValueError, match=rf"has not all rows of model/0\.weight: shards/{message}"):
-        load(tmp_path)
+        load(point(directory))

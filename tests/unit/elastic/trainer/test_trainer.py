@@ -38,12 +38,12 @@ from dalsegno.elastic.rank.collective import PeerLost
 from dalsegno.elastic.saving.unfit import rejecting
 from dalsegno.elastic.trainer.callbacks import Console, TensorBoard, WeightsAndBiases
 from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
-from dalsegno.elastic.trainer.fsdp import FSDP
+from dalsegno.elastic.trainer.fsdp import FSDP, TRAINER_FILE, load_trainer_state, trainer_state
 from dalsegno.elastic.trainer.loss_scale import LossScale
-from dalsegno.elastic.trainer.strategies import DDP, TRAINER_FILE, load_trainer_state, trainer_state
+from dalsegno.elastic.trainer.strategies import DDP
 from dalsegno.elastic.training import entry, saves
 from dalsegno.elastic.training.session import BareSession
-from tests.unit.elastic.saving.test_resuming import write
+from tests.unit.elastic.saving.test_resuming import point, write
 
 STEPS, GLOBAL_BATCH, LENGTH = 7, 6, 20
 
@@ -732,20 +732,36 @@ def test_gradients_that_are_never_finite_end_the_run() -> None:
 
 def test_a_loss_scale_that_is_gone_or_new_is_refused(tmp_path: Path) -> None:
     """Also one that is switched off; and a checkpoint of before there was one loads."""
+    (directory := tmp_path / "step-4.e2.1").mkdir()
+
+    def load(scaler: GradScaler | None) -> dict[str, Any]:
+        return load_trainer_state(point(directory), None, LossScale(scaler))
 
     def written(scaler: GradScaler | None) -> None:
-        torch.save(trainer_state({"at": 1}, None, LossScale(scaler)), tmp_path / TRAINER_FILE)
+        torch.save(trainer_state({"at": 1}, None, LossScale(scaler)), directory / TRAINER_FILE)
 
     on, off = GradScaler("cpu", init_scale=4.0), GradScaler("cpu", enabled=False)
     written(on)
     for scaler in (None, off):
         with pytest.raises(ValueError, match="the checkpoint has a loss scale, the Trainer none"):
-            load_trainer_state(tmp_path, None, LossScale(scaler))
+            load(scaler)
     other = GradScaler("cpu")
-    assert load_trainer_state(tmp_path, None, LossScale(other)) == {"at": 1}
+    assert load(other) == {"at": 1}
     assert other.get_scale() == 4.0
     written(off)
     with pytest.raises(ValueError, match="the checkpoint has no loss scale, the Trainer one"):
-        load_trainer_state(tmp_path, None, LossScale(on))
-    torch.save({"trainer": {"at": 2}, "scheduler": None}, tmp_path / TRAINER_FILE)
-    assert load_trainer_state(tmp_path, None, LossScale(None)) == {"at": 2}
+        load(on)
+    torch.save({"trainer": {"at": 2}, "scheduler": None}, directory / TRAINER_FILE)
+    assert load(None) == {"at": 2}
+
+
+def test_a_trainers_state_that_a_node_does_not_see_is_no_fault_of_the_checkpoint(tmp_path: Path) -> None:
+    """The manifest lists it. Where it does not, the line names what does not save so."""
+    (directory := tmp_path / "step-4.e2.1").mkdir()
+    with pytest.raises(ValueError, match=r"step-4\.e2\.1 has no trainer\.pt: it was not saved by a Trainer with FSDP"):
+        load_trainer_state(point(directory), None, LossScale(None))
+    torch.save(trainer_state({"at": 1}, None, LossScale(None)), directory / TRAINER_FILE)
+    resume = point(directory)
+    (directory / TRAINER_FILE).unlink()
+    with pytest.raises(OSError, match=r"trainer\.pt is not here, although the checkpoint's manifest lists it"):
+        load_trainer_state(resume, None, LossScale(None))
