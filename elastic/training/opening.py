@@ -259,11 +259,16 @@ def next_epoch(store: CheckpointStore, collective: Collective) -> int:
 
 
 def restore_rng(resume: ResumePoint | None, seed: int | None, step: int, rank: int, world_size: int) -> None:
-    """Restores the random generators as the run left them, see ``Session.restore_rng``."""
+    """Restores the random generators as the run left them, see ``Session.restore_rng``.
+
+    Raises:
+        OSError: The checkpoint has this rank's, and it does not see them: others would draw on, this rank anew.
+        ValueError: They are none.
+    """
     if seed is not None or resume is not None:
         # Also if there is a state, which may lack a generator: a run on CPUs saves none for cards.
         rng.seed_rank(seed or 0, step, rank)
     if resume is not None and resume.form == SHARDED and resume.manifest.shape.world_size == world_size:
-        state = resume.path / rng.file_name(rank)
-        if state.is_file():
-            rng.restore(state.read_bytes())
+        state = rng.file_name(rank)
+        if resume.sees(state):
+            rng.restore((resume.path / state).read_bytes())

@@ -21,9 +21,11 @@ from dalsegno.elastic.data.evaluator import to_device
 from dalsegno.elastic.rank import process_group, rng
 from dalsegno.elastic.rank.collective import GlooCollective
 from dalsegno.elastic.rank.process_group import shared_cards
+from dalsegno.elastic.saving.resuming import ResumePoint
 from dalsegno.elastic.saving.staging import HostBuffers
 from dalsegno.elastic.trainer.strategies import own_device
 from tests.support.jobs.ports import free_port
+from tests.unit.elastic.saving.test_resuming import point
 
 CPU = torch.device("cpu")
 
@@ -151,6 +153,30 @@ def test_only_the_current_cards_generator_is_saved(monkeypatch: pytest.MonkeyPat
     assert torch.equal(asked[1][0], state)
 
 
+def saved(run_dir: Path, rank: int, state: str) -> ResumePoint:
+    """A resume point with one rank's generators."""
+    file = run_dir / "step-7.e2.1" / rng.file_name(rank)
+    file.parent.mkdir(parents=True)
+    file.write_text(state)
+    return point(file.parent.parent)
+
+
+def restored(resume: ResumePoint, rank: int) -> None:
+    Session.restore_rng(SimpleNamespace(resume=resume, world_size=2, rank=rank, step=7), 3)  # type: ignore[arg-type]
+
+
+def test_generators_that_a_node_does_not_see_are_not_made_anew(tmp_path: Path) -> None:
+    """The manifest lists them: one rank alone would go on with other numbers. Where none were saved it is seeded."""
+    resume = saved(tmp_path, 1, rng.capture().decode())
+    restored(resume, 0)
+    drawn = torch.rand(1)
+    rng.seed_rank(3, 7, 0)
+    assert torch.equal(torch.rand(1), drawn)
+    (resume.path / rng.file_name(1)).unlink()
+    with pytest.raises(OSError, match=r"rng/rank-1\.json is not here, although the checkpoint's manifest lists it"):
+        restored(resume, 1)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_generator_that_was_not_saved_is_the_ranks_own(tmp_path: Path, rank: int) -> None:
     """A run on CPUs saves no card's: it is seeded by rank, not left as all ranks alike have it. Shown with numpy's."""
@@ -159,13 +185,10 @@ def test_a_generator_that_was_not_saved_is_the_ranks_own(tmp_path: Path, rank: i
     state = json.loads(rng.capture())
     wanted = torch.rand(1)
     del state["numpy"]
-    (tmp_path / "rng").mkdir()
-    (tmp_path / rng.file_name(rank)).write_text(json.dumps(state))
-    shape = SimpleNamespace(world_size=2)
-    resume = SimpleNamespace(form="sharded", path=tmp_path, manifest=SimpleNamespace(shape=shape))
+    resume = saved(tmp_path, rank, json.dumps(state))
     numpy.random.seed(1)
     torch.rand(3)
-    Session.restore_rng(SimpleNamespace(resume=resume, world_size=2, rank=rank, step=7), 3)  # type: ignore[arg-type]
+    restored(resume, rank)
     assert torch.equal(torch.rand(1), wanted), "what was saved goes on bit by bit"
     drawn = numpy.random.rand()
     rng.seed_rank(3, 7, rank)
