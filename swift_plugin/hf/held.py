@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers.trainer as upstream
+import transformers.utils as library
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_callback import ExportableState
 
+from dalsegno.elastic.saving.resuming import ResumePoint
 from dalsegno.elastic.saving.safetensors_files import Safetensors
 from dalsegno.elastic.training.training_state import TRAINING_FILE
 from dalsegno.elastic.training.unchanged import UnclearError
@@ -34,6 +36,28 @@ from .written import kept_here, pickled
 _OWN = frozenset({upstream.OPTIMIZER_NAME, upstream.SCHEDULER_NAME, TRAINER_STATE})
 # Has what is of no account, such as the number of its rank.
 _ARGUMENTS = "training_args.bin"
+# Names of files below the Trainer's directory that each rank loads, of those that rank 0 saves.
+_READ_BY_ALL = _OWN | {
+    *(upstream.SCALER_NAME, library.ADAPTER_WEIGHTS_NAME, library.ADAPTER_SAFE_WEIGHTS_NAME),
+    *(library.WEIGHTS_NAME, library.WEIGHTS_INDEX_NAME, library.SAFE_WEIGHTS_NAME, library.SAFE_WEIGHTS_INDEX_NAME),
+}
+
+
+def check_seen(resume: ResumePoint) -> None:
+    """Checks that this rank sees what all ranks read of the Trainer's files, as far as they were saved.
+
+    The Trainer passes over an optimizer's, a scheduler's or a loss scale's that is not there, without a word: this
+    rank would go on with a new one, and the others with theirs.
+
+    Raises:
+        BadResumePoint: See ``ResumePoint.wait``.
+        OSError: It does not see one. Another start may.
+    """
+    place = f"{trainers(Path(), resume.step)}/"
+    for entry in resume.manifest.files:
+        # Adapters may lie in directories of their own.
+        if entry.path == PROGRESS or (entry.path.startswith(place) and Path(entry.path).name in _READ_BY_ALL):
+            resume.sees(entry.path)
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,8 @@ class ElasticTrainer(SavingTrainer):
         return found
 
     def _train(self, options: Mapping[str, Any]) -> Any:
+        if self._run.session.resume is not None:
+            held.check_seen(self._run.session.resume)
         return super().train(resume_from_checkpoint=self._run.resume_directory, **options)
 
     def renewed(self) -> None:

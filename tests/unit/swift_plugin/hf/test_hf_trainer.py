@@ -667,6 +667,35 @@ def test_the_optimizer_resumes_as_it_was_saved(
     assert LoadsByItself.loaded == (None if base is Trainer else str(path.parent))
 
 
+class SavesItsScale(Trainer):  # type: ignore[misc]
+    """As with fp16, which needs a card."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        Path(output_dir, "scaler.pt").write_bytes(b"scale")
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("trainer-progress.json", Trainer),
+        ("checkpoint-6/model.safetensors", Trainer),
+        ("checkpoint-6/optimizer.pt", Trainer),
+        ("checkpoint-6/optimizer.pt", LoadsByItself),
+        ("checkpoint-6/scheduler.pt", Trainer),
+        ("checkpoint-6/scaler.pt", SavesItsScale),
+    ],
+)
+def test_what_a_node_does_not_see_does_not_begin_anew(tmp_path: Path, name: str, base: type[Any]) -> None:
+    """The Trainer passes over it: this rank's optimizer would be another than that of the others."""
+    with pytest.raises(Drained):
+        train(make(tmp_path, At(6, drain), base=base))
+    trainer = make(tmp_path, base=base)
+    (path,) = (tmp_path / "checkpoints").glob(f"step-6.*/{name}")
+    path.unlink()
+    with pytest.raises(OSError, match=f"{name} is not here, although the checkpoint's manifest lists it"):
+        train(trainer)
+
+
 def test_dropout_with_fixed_micro_batches_survives_a_drain(tmp_path: Path) -> None:
     def dropping(directory: Path, *callbacks: Any) -> Any:
         trainer = make(directory, *callbacks, fixed=True)
