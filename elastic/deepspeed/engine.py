@@ -34,7 +34,7 @@ from deepspeed.pipe import PipelineModule
 from dalsegno.protos.collector import paused
 from dalsegno.protos.trace import mark
 
-from ..checkpoint import UNIVERSAL
+from ..checkpoint import UNIVERSAL, CheckpointDamaged, Manifest
 from ..rank.process_group import init_alone
 from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors
@@ -175,7 +175,7 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_sc
             functions have changed. Raised on all ranks.
         RuntimeError: DeepSpeed found nothing to load, a file is missing, or one holds objects that are not loaded; or
             another number of ranks saved it, and this engine cannot re-shard (see `can_reshard`).
-        OSError: A file cannot be read.
+        OSError: A file cannot be read, or this rank does not see one that the session's resume point has.
     """
     tell(engine)
     if resume is None:
@@ -217,9 +217,37 @@ def restore_weights(engine: Any, resume: Resume) -> None:
     mark("loaded")
 
 
-def _loading(resume: Resume) -> AbstractContextManager[Resume]:
-    """A session's resume point may be read while it is verified."""
-    return resume.loading() if isinstance(resume, ResumePoint) else nullcontext(resume)
+@contextmanager
+def _loading(resume: Resume) -> Iterator[Resume]:
+    """A session's resume point may be read while it is verified, and its manifest says what was saved.
+
+    Raises:
+        OSError: Something is missing, and this rank does not see a file that the manifest lists. Another start may.
+    """
+    if not isinstance(resume, ResumePoint):
+        yield resume
+        return
+    with resume.loading() as files:
+        try:
+            yield files
+        except RuntimeError as error:
+            if (file := _unseen(files)) is not None:
+                raise OSError(f"{file} is not here, although the checkpoint's manifest lists it") from error
+            raise
+
+
+def _unseen(resume: ResumePoint) -> Path | None:
+    """A file of what is loaded that is not in sight. In memory a node has, and has verified, what its ranks need."""
+    if resume.in_memory:
+        return None
+    directory, manifest = resume.saved_at, resume.manifest
+    if resume.universal_at is not None:
+        directory = resume.universal_at
+        try:
+            manifest = Manifest.read(directory)
+        except (CheckpointDamaged, OSError):
+            return None
+    return next((file for one in manifest.files if not (file := directory / one.path).is_file()), None)
 
 
 def _unless_damaged(resume: Resume) -> AbstractContextManager[None]:

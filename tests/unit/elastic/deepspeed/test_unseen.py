@@ -1,0 +1,76 @@
+"""An engine is loaded on a node that does not see a file which the manifest lists: another start may see it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from dalsegno.elastic.checkpoint import UNIVERSAL, seal
+from dalsegno.elastic.deepspeed import engine
+from dalsegno.elastic.rank.meetings import is_mistake
+from dalsegno.elastic.saving.resuming import ResumePoint
+from dalsegno.elastic.saving.unfit import Unfit, rejecting
+from tests.unit.elastic.checkpoint.test_checkpoint import manifest_for
+from tests.unit.elastic.saving.test_resuming import point
+
+MODEL, VALUES = "mp_rank_00_model_states.pt", "zero/weight/fp32.pt"
+NOT_HERE = "is not here, although the checkpoint's manifest lists it"
+
+
+def saved(directory: Path, *names: str) -> Path:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(b"x")
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "refused_together", nullcontext)
+    for name in ("tell", "_check"):
+        monkeypatch.setattr(engine, name, lambda *given: None)
+
+
+def load(resume: ResumePoint) -> None:
+    """As the Trainer's strategy does it, which takes a RuntimeError for another model's."""
+    made: Any = SimpleNamespace(module=None)
+    with rejecting():
+        engine.restore(made, resume)
+
+
+def test_model_states_that_a_node_does_not_see_are_no_fault_of_the_checkpoint(tmp_path: Path) -> None:
+    """In memory a node has what its own ranks need, and has verified that: what lacks there was not saved."""
+    directory = saved(tmp_path / "step-4.e2.1", MODEL)
+    resume = point(directory)
+    (directory / MODEL).unlink()
+    with pytest.raises(OSError, match=f"{MODEL} {NOT_HERE}") as found:
+        load(resume)
+    assert not is_mistake(found.value)
+    for other in (point(directory), replace(resume, in_memory=True)):
+        with pytest.raises(Unfit, match="no model states in"):
+            load(other)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_so_is_a_file_of_the_universal_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool) -> None:
+    """Its own manifest lists it."""
+    resume = point(saved(tmp_path / "step-4.e2.1", MODEL))
+    later = saved(tmp_path / "step-4.e2.1.universal.3", VALUES)
+    seal(later, manifest_for(later, source=resume.ref))
+    resume = replace(resume, form=UNIVERSAL, universal_at=later)
+
+    def lacks(*given: Any) -> None:
+        raise RuntimeError("weight is missing: the model has a parameter that was not saved")
+
+    monkeypatch.setattr(engine, "check_groups", lacks)
+    if hidden:
+        (later / VALUES).unlink()
+    with pytest.raises(OSError if hidden else Unfit, match=f"{VALUES} {NOT_HERE}" if hidden else "was not saved"):
+        load(resume)
