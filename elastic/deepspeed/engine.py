@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -65,6 +66,11 @@ _ROUND_ROBIN = (
     "made with zero_optimization.round_robin_gradients, which lays weights out in a way that checkpoints do not "
     "describe; set it to false to train elastically"
 )
+
+
+# The first files of model states of all ranks that share a model; at stage 3 with the first prefix.
+_SHARED = re.compile(r"(zero_pp_rank_0_)?mp_rank_\d+_model_states\.pt")
+_ANY = re.compile(".*")
 
 
 class Resume(Protocol):
@@ -222,32 +228,44 @@ def _loading(resume: Resume) -> Iterator[Resume]:
     """A session's resume point may be read while it is verified, and its manifest says what was saved.
 
     Raises:
-        OSError: Something is missing, and this rank does not see a file that the manifest lists. Another start may.
+        OSError: This rank does not see a file that the manifest lists, and it matters. Another start may see it.
     """
     if not isinstance(resume, ResumePoint):
         yield resume
         return
     with resume.loading() as files:
+        if files.universal_at is None:
+            # They are counted: as many ranks shared the model.
+            _check_seen(files, _SHARED)
         try:
             yield files
-        except RuntimeError as error:
-            if (file := _unseen(files)) is not None:
-                raise OSError(f"{file} is not here, although the checkpoint's manifest lists it") from error
+        except (AssertionError, AttributeError, KeyError, RuntimeError) as error:  # DeepSpeed's and ours
+            _check_seen(files, cause=error)
             raise
 
 
-def _unseen(resume: ResumePoint) -> Path | None:
-    """A file of what is loaded that is not in sight. In memory a node has, and has verified, what its ranks need."""
+def _check_seen(resume: ResumePoint, names: re.Pattern[str] = _ANY, cause: Exception | None = None) -> None:
+    """Checks that files of what is loaded are in sight. In memory a node has, and has verified, what its ranks need.
+
+    Args:
+        names: Of which files, by the last part of their paths.
+        cause: What was met without them.
+
+    Raises:
+        OSError: One is not, and the manifest lists it.
+    """
     if resume.in_memory:
-        return None
+        return
     directory, manifest = resume.saved_at, resume.manifest
     if resume.universal_at is not None:
         directory = resume.universal_at
         try:
             manifest = Manifest.read(directory)
-        except (CheckpointDamaged, OSError):
-            return None
-    return next((file for one in manifest.files if not (file := directory / one.path).is_file()), None)
+        except CheckpointDamaged:
+            return
+    for file in (directory / one.path for one in manifest.files):
+        if names.fullmatch(file.name) and not file.is_file():
+            raise OSError(f"{file} is not here, although the checkpoint's manifest lists it") from cause
 
 
 def _unless_damaged(resume: Resume) -> AbstractContextManager[None]:

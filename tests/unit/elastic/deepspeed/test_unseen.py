@@ -58,6 +58,24 @@ def test_model_states_that_a_node_does_not_see_are_no_fault_of_the_checkpoint(tm
             load(other)
 
 
+@pytest.mark.parametrize("prefix", ["", "zero_pp_rank_0_"])
+def test_how_many_ranks_shared_the_model_is_not_counted_by_what_is_in_sight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    """With tensor parallelism: a rank that does not see its own file took the first rank's."""
+    second = f"{prefix}mp_rank_01_model_states.pt"
+    directory = saved(tmp_path / "step-4.e2.1", MODEL, second)
+    resume = point(directory)
+    for name in ("check_groups", "check_factors"):
+        monkeypatch.setattr(engine, name, lambda *given: None)
+    monkeypatch.setattr(engine, "_load", lambda *given: {})
+    load(resume)
+    (directory / second).unlink()
+    with pytest.raises(OSError, match=f"{second} {NOT_HERE}"):
+        load(resume)
+    load(point(directory))
+
+
 @pytest.mark.parametrize("hidden", [True, False])
 def test_so_is_a_file_of_the_universal_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool) -> None:
     """Its own manifest lists it."""
