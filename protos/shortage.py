@@ -23,6 +23,7 @@ __all__ = [
     "prove_room",
     "shortage",
     "starting",
+    "why_not_started",
 ]
 
 # What errors say when no thread can be started: Python's, and torch's (in C++).
@@ -42,7 +43,13 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class CannotStartError(OSError):
-    """One line: what could not be started, why, and what to do."""
+    """One line: what could not be started, why, and what to do.
+
+    Attributes:
+        unfit: another try in this process would end alike.
+    """
+
+    unfit = False
 
 
 @contextlib.contextmanager
@@ -59,6 +66,13 @@ def starting(what: str) -> Iterator[None]:
         if not why or isinstance(error, CannotStartError):
             raise
         raise CannotStartError(f"{what} cannot be started: {why}") from error
+
+
+def why_not_started(what: str, error: Exception) -> str:
+    """One line for an error at the start of something: a `CannotStartError` has it already."""
+    return (
+        str(error) if isinstance(error, CannotStartError) else f"{what} cannot be started: {shortage(error) or error}"
+    )
 
 
 def prove_room() -> None:

@@ -176,7 +176,9 @@ class Decision:
 
 
 def how_it_left(leave: Leave | None) -> str:
-    """Whether a signal or somebody's order made it go, for a person."""
+    """Whether a signal, somebody's order or this node itself made it go, for a person."""
+    if leave is not None and leave.unfit:
+        return "left, as no workers can be started here"
     return "left on notice" if leave is None or leave.signalled else "left by order"
 
 

@@ -179,10 +179,11 @@ class FlashSaved:
 
 @dataclass(frozen=True)
 class StartFailed:
-    """The workers of this epoch could not be started at all."""
+    """The workers of this epoch could not be started at all. `unfit`: nor will any others be, on this node."""
 
     epoch: int
     message: str
+    unfit: bool = False
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,8 @@ class Leave:
     hung_up: bool = False
     # The master refuses this node's token.
     refused: bool = False
+    # This node can start no workers any more.
+    unfit: bool = False
     # Workers were running when it came: without their save the run goes back to its last commit.
     unsaved: bool = False
     # Until when this node waits for the master's word, once its part is safe.

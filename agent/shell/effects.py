@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.processes import own_process
-from dalsegno.protos.shortage import CannotStartError, shortage
+from dalsegno.protos.shortage import shortage, why_not_started
 from dalsegno.protos.trace import mark
 
 from ..control.connection import Connector
@@ -482,8 +482,7 @@ class Effects:
         try:
             self.conversion.start(self.run_dir(), conversion)
         except (OSError, ValueError) as error:
-            known = isinstance(error, CannotStartError)
-            text = str(error) if known else f"the converter cannot be started: {error}"
+            text = why_not_started("the converter", error)
             self._mailbox.put(
                 ev.ConversionUpdate(
                     conversion.lease,

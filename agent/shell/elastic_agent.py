@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.distributed.elastic.utils.api import macros
 
 from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.contract import Variable
-from dalsegno.protos.shortage import CannotStartError, shortage
+from dalsegno.protos.shortage import why_not_started
 from dalsegno.protos.trace import mark
 
 from ..decisions import events as ev
@@ -45,10 +44,12 @@ from ..workers.watchdogs import TorchWatchdogs
 from ..workers.worker_env import WorldPlace, place_of, prefixes, worker_environment
 from ..workers.worker_link import WorkerLink, to_worker
 from ..workers.workers import WorkersContext
+from ..workers.working_directory import WorkingDirectory, WorkingDirectoryGoneError
 from .ahead import assignments_ahead
 from .config import AgentConfig
 from .effects import Effects
 from .mailbox import Mailbox
+from .own_events import Exited, Placed
 from .slow import said_while_slow
 from .stopping import Stopping
 from .telling import Teller
@@ -59,20 +60,6 @@ __all__ = ["ElasticAgent"]
 _LAST_CALLS_SECONDS = 3.0
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Exited(ev.WorkerExited):
-    """Also says to which start of the epoch's workers it belongs."""
-
-    start: int = 0
-
-
-@dataclass(frozen=True)
-class _Placed(ev.StartFailed):
-    """What a script without a session needs of the resume point is there, or cannot be: then there is a message."""
-
-    damage: worker_pb2.BadCheckpoint | None = None
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -106,7 +93,7 @@ class ElasticAgent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs_specs, log_line_prefix_template=prefix)
         self._config = config
-        self._script = script
+        self._script, self._home = script, WorkingDirectory()
         self._mailbox, self._effects = mailbox, effects
         self._lifeline, self._watch, self._teller = lifeline, watch, Teller(config.tell_fd)
         self._ending: ev.Exit | None = None
@@ -192,15 +179,15 @@ class ElasticAgent(LocalElasticAgent):
         )
 
     def _handle(self, event: ev.Event) -> None:
-        if isinstance(event, _Placed) and event.damage is not None:
+        if isinstance(event, Placed) and event.damage is not None:
             self._found_damaged(event.epoch, event.damage)
             return
-        if isinstance(event, _Placed) and not event.message:
+        if isinstance(event, Placed) and not event.message:
             self._start_placed(event.epoch)
             return
-        if isinstance(event, _Exited) and (event.start != self._starts or self._refused_the_flag(event)):
+        if isinstance(event, Exited) and (event.start != self._starts or self._refused_the_flag(event)):
             return
-        if isinstance(event, _Exited) and (help := advice(event.message)) and help not in self._advised:
+        if isinstance(event, Exited) and (help := advice(event.message)) and help not in self._advised:
             self._advised.add(help)
             self._handle(ev.Remark(help))
         before = self._state
@@ -293,11 +280,11 @@ class ElasticAgent(LocalElasticAgent):
 
     def _start_failed(self, epoch: int, error: Exception) -> None:
         logger.exception("the workers of epoch %d could not be started", epoch)
-        text = f"the workers cannot be started: {shortage(error) or error}"
-        self._mailbox.put(ev.StartFailed(epoch, str(error) if isinstance(error, CannotStartError) else text))
+        text = why_not_started("the workers", error)
+        self._mailbox.put(ev.StartFailed(epoch, text, unfit=isinstance(error, WorkingDirectoryGoneError)))
 
     def _placed(self, epoch: int, problem: str, damage: worker_pb2.BadCheckpoint | None) -> None:
-        self._mailbox.put(_Placed(epoch, f"the workers cannot be started: {problem}" if problem else "", damage))
+        self._mailbox.put(Placed(epoch, f"the workers cannot be started: {problem}" if problem else "", damage=damage))
 
     def _found_damaged(self, epoch: int, damage: worker_pb2.BadCheckpoint) -> None:
         """As if the workers had found it: the master has it looked at, and goes back by one."""
@@ -375,6 +362,7 @@ class ElasticAgent(LocalElasticAgent):
             envs,
             self._logs_specs,
             prefixes(self._log_line_prefix_template, place, spec.role),
+            self._home,
             self._pool,
             self._lifeline,
             self._link,
@@ -421,7 +409,7 @@ class ElasticAgent(LocalElasticAgent):
                 if (step := self._link.last_step(epoch, first_rank + rank)) is not None:
                     self._mailbox.put(ev.StepsCounted(epoch, step))
                 peer = bool(tells_of_a_peer(message))
-                self._mailbox.put(_Exited(epoch, rank, code, message, peer, had_stayed, start))
+                self._mailbox.put(Exited(epoch, rank, code, message, peer, had_stayed, start))
 
         return exited
 

@@ -39,6 +39,7 @@ from ..standby.worker_main import Assignment
 from .last_words import error_message, last_words
 from .torch_versions import filtered_of, known, tails_of
 from .worker_link import WorkerLink
+from .working_directory import WorkingDirectory
 
 __all__ = ["WorkersContext"]
 
@@ -120,6 +121,7 @@ class WorkersContext(SubprocessContext):
         environments: for each local rank, what is added to the agent's environment.
         logs_specs: torch's choice of files for output and errors.
         prefixes: for each local rank, the prefix of each line that is shown from a file.
+        home: where they start.
         pool: standby workers to adopt; None: all are started cold.
         lifeline: every process group is registered with it.
         link: delivers a worker's last messages before its exit is reported.
@@ -139,6 +141,7 @@ class WorkersContext(SubprocessContext):
         environments: dict[int, dict[str, str]],
         logs_specs: LogsSpecs,
         prefixes: dict[int, str] | None,
+        home: WorkingDirectory,
         pool: StandbyPool | None,
         lifeline: Lifeline,
         link: WorkerLink,
@@ -164,6 +167,7 @@ class WorkersContext(SubprocessContext):
         )
         self._numa_options = numa_options
         self._script = script
+        self._home = home
         # NUMA binding happens in the command line, which an adopted process has already left behind.
         self._pool = pool if script.adoptable and numa_options is None else None
         self._lifeline = lifeline
@@ -292,8 +296,9 @@ class WorkersContext(SubprocessContext):
         self._output.join(_OUTPUT_TIMEOUT_SECONDS)
 
     def _start(self) -> None:
+        directory = self._home.enter()
         for rank in range(self.nprocs):
-            process = self._adopt(rank) or self._start_cold(rank)
+            process = self._adopt(rank, directory) or self._start_cold(rank)
             ended = threading.Event()
             watcher = threading.Thread(
                 target=self._watch, args=(rank, process, ended), name=f"worker-{rank}", daemon=True
@@ -306,14 +311,14 @@ class WorkersContext(SubprocessContext):
     def _pid(self, rank: int) -> int:
         return self._running[rank].process.pid
 
-    def _adopt(self, rank: int) -> StandbyProcess | None:
+    def _adopt(self, rank: int, directory: str) -> StandbyProcess | None:
         if self._pool is None:
             return None
         assignment = Assignment(
             arguments=[str(own) for own in self.args[rank][2 if self._script.module else 1 :]],
             module=self._script.module,
             environment={**os.environ, **self.envs[rank]},
-            cwd=os.getcwd(),
+            cwd=directory,
             stdout=self.stdouts[rank] or None,
             stderr=self.stderrs[rank] or None,
         )

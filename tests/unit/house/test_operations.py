@@ -80,6 +80,7 @@ FROM_ELSEWHERE = {
     "action.text": "`Say`",
     "text": "what `MemoryTier` says",
     "cause": "`mismatch`",
+    "why_not_started('the workers', error)": "`the workers cannot be started`, or a line that says what to do",
     "shortage(error)": "`shortage`: threads, memory or descriptors that the system does not give",
     "str(error)": "an exception of Python's",
     "message": "`end`, or the error of a rank",

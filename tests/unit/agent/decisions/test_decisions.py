@@ -473,6 +473,17 @@ def test_workers_that_cannot_start_are_a_failure() -> None:
     assert agent.calls("ReportFailure")[0].message == "no such script"
 
 
+def test_a_node_that_can_start_no_workers_leaves_the_job_to_the_others() -> None:
+    """Its failures were the run's: after four of them the job failed, on healthy nodes too."""
+    agent = Agent().registered().running()
+    actions = agent.hear(ev.StartFailed(1, "the working directory /x is gone", unfit=True))
+    assert [action.text for action in actions if isinstance(action, ev.Say)] == ["the working directory /x is gone"]
+    assert agent.calls("ReportFailure") == []
+    assert agent.calls("Leave")[-1].gone
+    (exit_,) = agent.did(ev.Exit)
+    assert (exit_.code, exit_.message.partition(";")[0]) == (ev.EXIT_LEFT, "left, as no workers can be started here")
+
+
 def test_a_bad_checkpoint_is_reported_once_and_is_no_failure() -> None:
     """Exit code 84 after its report."""
     agent = Agent().registered().running()
