@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -114,11 +115,22 @@ def _same(one: str, other: str) -> bool:
 
 
 class ClaimFile:
-    """The claim of one job."""
+    """The claim of one job.
 
-    def __init__(self, directory: Path, machine: Machine | None = None) -> None:
+    Args:
+        directory: private to the job.
+        machine: stands for the kernel.
+        undisturbed: see `JobLocks`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        machine: Machine | None = None,
+        undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._directory = directory
-        self._locks = JobLocks(directory, machine or Machine())
+        self._locks = JobLocks(directory, machine or Machine(), undisturbed)
         self.path = directory / "claim.json"
 
     def read(self) -> Claim | None:

@@ -111,12 +111,11 @@ class EmbeddedMaster:
         self._said: set[str] = set()
         self._command = tuple(command)
         self._listen = listen
-        self._undisturbed = undisturbed
         # A watched claim must have time to show that it stands still.
         self._patience_seconds = max(patience_seconds, self._watch_seconds + _SILENCE_SECONDS)
         self._machine = machine or Machine()
         self._place = self._machine.place()
-        self._claims = ClaimFile(directory, self._machine)
+        self._claims = ClaimFile(directory, self._machine, undisturbed)
         # The claim at the last look.
         self._known: Claim | None = None
         # That of the last master that was found or started here.
@@ -213,8 +212,7 @@ class EmbeddedMaster:
                 # It is enough if another agent moves it. A stopped process moves nothing; it may hold the lock.
                 before, self._known = self._known, self._claims.read()
                 if self._known is not None and self._known == before and self._renews(before):
-                    with self._undisturbed():
-                        self._known = self._claims.bump(before)
+                    self._known = self._claims.bump(before)
                     full = False
                 said = ""
             except Exception as error:
@@ -344,8 +342,7 @@ class EmbeddedMaster:
         """
         try:
             self._make_again()
-            starting_alone = self._claims.starting(_LOCK_TIMEOUT_SECONDS, self._closing, self._say_who_starts)
-            with starting_alone, self._undisturbed():
+            with self._claims.starting(_LOCK_TIMEOUT_SECONDS, self._closing, self._say_who_starts):
                 # Before anything is ended or superseded by a master that could then not be claimed.
                 self._claims.wait_until_free(self._closing)
                 now = self._claims.read()

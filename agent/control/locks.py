@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,11 +54,19 @@ class JobLocks:
     Args:
         directory: private to the job.
         machine: stands for the kernel.
+        undisturbed: held from before a lock is taken until it is free again: whoever stops this process (Ctrl-Z) is to
+            do so before or after.
     """
 
-    def __init__(self, directory: Path, machine: Machine) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        machine: Machine,
+        undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._directory = directory
         self._machine = machine
+        self._undisturbed = undisturbed
         self._us: _Holder | None = None
 
     @contextlib.contextmanager
@@ -99,14 +108,16 @@ class JobLocks:
     @contextlib.contextmanager
     def try_hold(self, name: str) -> Iterator[bool]:
         """Holds a lock if it is free. Gives whether it was. Raises LocksUnavailable, OSError."""
-        free = self._machine.lock(self._directory / name)
-        try:
-            if free is not None:
-                self._sign(name)
-            yield free is not None
-        finally:
-            if free is not None:
-                free()
+        # Each try by itself, not the wait between them.
+        with self._undisturbed():
+            free = self._machine.lock(self._directory / name)
+            try:
+                if free is not None:
+                    self._sign(name)
+                yield free is not None
+            finally:
+                if free is not None:
+                    free()
 
     def _sign(self, name: str) -> None:
         """Writes into its file that this process holds it, for people only: a full disk does not matter."""

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
@@ -25,6 +26,8 @@ _MAY_STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP})
 _NOBODY_CAN_HANDLE = frozenset({signal.SIGKILL, signal.SIGSTOP})
 # The most seconds for which Ctrl-Z waits until nothing is done that others would wait for.
 _UNDISTURBED_SECONDS = 10.0
+# Between two looks at signals that come while that is waited for.
+_LOOK_SECONDS = 0.05
 
 
 def signals_of(text: str) -> tuple[signal.Signals, ...]:
@@ -177,13 +180,21 @@ class SignalWatch:
             self._pass_on(data)
             if self._stopping is not None and signal.SIGTSTP in data and can_be_continued():
                 self._stopping(self._has_workers())
-                # Who pressed Ctrl-Z more than once meanwhile has stopped it once.
-                with contextlib.suppress(BlockingIOError):
-                    self._pass_on(self._reader.recv(64, socket.MSG_DONTWAIT))
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._undisturbed, _UNDISTURBED_SECONDS)
+                self._stop()
+
+    def _stop(self) -> None:
+        """Stops this process, at the latest after `_UNDISTURBED_SECONDS`. Other signals are heard meanwhile."""
+        last = time.monotonic() + _UNDISTURBED_SECONDS
+        while True:
+            # Who pressed Ctrl-Z more than once meanwhile has stopped it once.
+            with contextlib.suppress(BlockingIOError):
+                self._pass_on(self._reader.recv(64, socket.MSG_DONTWAIT))
+            with self._changed:
+                if not self._undisturbed or time.monotonic() >= last:
                     # Not its default action again: only the main thread may set that, and it may be busy.
                     os.kill(os.getpid(), signal.SIGSTOP)
+                    return
+                self._changed.wait(_LOOK_SECONDS)
 
     def _pass_on(self, data: bytes) -> None:
         for number in data:

@@ -409,7 +409,7 @@ class WorkersContext(SubprocessContext):
             if self._stopping:
                 return None
             try:
-                instead = self._adopt(rank) or self._start_cold(rank)
+                instead = self._adopt(rank, self._home.enter()) or self._start_cold(rank)
             except OSError as error:
                 logger.exception("worker %d cannot be started", rank)
                 abandoned.failure = str(error)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,39 @@ def test_time_in_which_this_process_was_stopped_is_not_waited(monkeypatch: pytes
     monkeypatch.setattr(awake, "time", type("clock", (), {"monotonic": lambda: next(now)}))
     time = AwakeTime()
     assert [time.seconds() for _ in range(4)] == [1.0, 3.5, 8.5, 9.5]
+
+
+TAKES = """
+import sys, threading, time
+from pathlib import Path
+from dalsegno.agent.control.locks import JobLocks
+from dalsegno.agent.control.machine import Machine
+from dalsegno.agent.processes.signals import SignalWatch
+with SignalWatch((), print, stopping=lambda has_workers: None) as watch:
+    locks = JobLocks(Path(sys.argv[1]), Machine(), watch.undisturbed)
+    print("ready", flush=True)
+    while True:
+        with locks.hold("start.lock", 5.0, threading.Event()):
+            time.sleep(0.02)  # why: what is done under it takes as long as the pause
+        time.sleep(0.02)  # why: see above
+"""
+
+
+def test_ctrl_z_never_leaves_a_lock_taken(tmp_path: Path) -> None:
+    """In one of six tries it had just been taken, or was not yet free again: the other agents waited until `fg`."""
+    command = [sys.executable, "-c", TAKES, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=os.setpgrp)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        for _ in range(60):
+            os.kill(process.pid, signal.SIGTSTP)
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status)
+            with JobLocks(tmp_path, Machine()).try_hold("start.lock") as held:
+                assert held
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(0.03)  # why: another moment of its round
+    finally:
+        process.kill()
+        process.communicate()

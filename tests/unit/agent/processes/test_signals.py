@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -83,6 +84,46 @@ def test_ctrl_z_is_told_and_stops_once(says: bool) -> None:
             assert os.WIFCONTINUED(status)
         os.kill(process.pid, signal.SIGTERM)
         assert process.communicate(timeout=30)[0] == f"{signal.SIGTERM:d}\n"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+PRESSED = """
+import sys, threading, time
+from dalsegno.agent.processes import signals
+asked = threading.Event()
+def stopping(has_workers):
+    print("stopping", flush=True)
+    asked.set()
+heard = lambda number: print(f"heard {number}", flush=True)
+with signals.SignalWatch((signals.signal.SIGINT,), heard, stopping=stopping) as watch:
+    with watch.undisturbed():
+        print("ready", flush=True)
+        asked.wait()
+        time.sleep(1.0)  # why: more signals come while it is waited for
+    sys.stdin.read()
+"""
+
+
+def test_what_is_pressed_while_ctrl_z_waits() -> None:
+    """A second Ctrl-Z is the same one, and Ctrl-C is heard at once: both took effect behind `fg`."""
+    command = [sys.executable, "-c", PRESSED]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=os.setpgrp, bufsize=0)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        os.kill(process.pid, signal.SIGTSTP)
+        assert process.stdout.readline() == b"stopping\n"
+        for number in (signal.SIGTSTP, signal.SIGINT):
+            os.kill(process.pid, number)
+            time.sleep(0.1)  # why: the kernel hands out several signals in the order of their numbers
+        assert process.stdout.readline() == f"heard {signal.SIGINT:d}\n".encode()
+        assert os.waitpid(process.pid, os.WUNTRACED | os.WNOHANG) == (0, 0), "stopped already"
+        os.waitpid(process.pid, os.WUNTRACED)
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.5)  # why: it would stop once more
+        assert os.waitpid(process.pid, os.WUNTRACED | os.WNOHANG) == (0, 0)
     finally:
         process.kill()
         process.communicate()
