@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -50,5 +51,7 @@ class LogFile(RotatingFileHandler):
             self._say(f"{self._program}: warning: the log {self.baseFilename} cannot be written: {reason}")
 
     def _to_standard_error(self, line: str) -> None:
-        # Where it is closed its number may be any file's.
-        Outlet(None if sys.stderr is None else 2, self._program).put(f"{line}\n".encode(errors="backslashreplace"))
+        # Where it is closed its number may be any file's. Where no thread can be started, nobody may wait, either.
+        with contextlib.suppress(RuntimeError):
+            outlet = Outlet(None if sys.stderr is None else 2, self._program)
+            outlet.put(f"{line}\n".encode(errors="backslashreplace"))

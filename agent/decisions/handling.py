@@ -178,8 +178,9 @@ def leave_out_stops(decision: Decision) -> None:
     if door.answer_deadline is None or wake is None or now - wake < STOOD_STILL_SECONDS:
         return
     door.answer_deadline += now - wake
-    if now - wake >= SILENCE_SECONDS:
-        # Enough for an answer. Not behind each short one: a machine that is slow all the time must come to an end, too.
+    if now - wake >= SILENCE_SECONDS and not door.granted:
+        # Enough for an answer. Only once: a machine that is slow all the time must come to an end, too.
+        door.granted = True
         door.answer_deadline = max(door.answer_deadline, now + SILENCE_SECONDS)
 
 

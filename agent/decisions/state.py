@@ -66,6 +66,8 @@ class Door:
     registering: bool = False
     # For the first registration: until when a master must have answered, and the last reason why it was put off.
     answer_deadline: float | None = None
+    # Behind a long stop of this process there was time for an answer once.
+    granted: bool = False
     # People know that nobody has answered yet.
     told: bool = False
     postponed: str = ""

@@ -12,14 +12,23 @@ may be tried at any time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from .state import FailedShape, Node, World
 from .turn import Turn, names, of_nodes
 
-__all__ = ("LIVED_SECONDS", "RETRY_SECONDS", "best", "give_up", "note_worked", "put_off", "why_spare")
+__all__ = (
+    "LIVED_SECONDS",
+    "RETRY_SECONDS",
+    "best",
+    "give_up",
+    "note_worked",
+    "others_than_suspects",
+    "put_off",
+    "why_spare",
+)
 
 # Without a session nobody hears of steps: a world that has lived for so many seconds has worked. Longer than scripts
 # take to build what they assert something about.
@@ -145,20 +154,28 @@ def put_off(turn: Turn, nodes: list[Node], counts: Iterable[int]) -> tuple[Faile
     return None
 
 
-def why_spare(failed: tuple[FailedShape, ...], node: Node, size: int, nodes: Iterable[Node]) -> str:
+def others_than_suspects(failed: tuple[FailedShape, ...], nodes: Iterable[Node]) -> tuple[int, ...]:
+    """For each failed shape, how many workers the nodes have that took part in no such world."""
+    there = [(node.incarnation, node.nproc) for node in nodes] if failed else []
+    suspects = [frozenset(shape.suspects) for shape in failed]
+    return tuple(sum(nproc for one, nproc in there if one not in known) for known in suspects)
+
+
+def why_spare(failed: tuple[FailedShape, ...], node: Node, size: int, others: Sequence[int]) -> str:
     """Why a node has no place beside a world of `size` workers, if larger ones failed; empty if none did.
 
     One that took part in no such world may try it, if there are enough others that took part in none; see `put_off`.
-    """
-    there = list(nodes)
 
-    def bars(shape: FailedShape) -> bool:
+    Args:
+        others: see `others_than_suspects`.
+    """
+
+    def bars(shape: FailedShape, free: int) -> bool:
         if node.trained or node.incarnation in shape.suspects:
             return True
-        others = sum(one.nproc for one in there if one.incarnation not in shape.suspects)
-        return not shape.doubtful and others < shape.size
+        return not shape.doubtful and free < shape.size
 
-    tried = [shape for shape in failed if shape.size > size and bars(shape)]
+    tried = [shape for shape, free in zip(failed, others, strict=True) if shape.size > size and bars(shape, free)]
     if not tried:
         return ""
     at_start, message = f"with {of_nodes(tried[-1].nodes)} the script failed at its start", tried[-1].message

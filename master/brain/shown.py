@@ -54,11 +54,13 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
     reasons = reasons_to_wait(state)
     for node in job.nodes.values():
         member = world.member(node.incarnation) if world is not None else None
-        role = "leaving" if node.leaving else "member" if member is not None else "spare"
+        # Of the last world's nodes some may have a place no more, long before there is a next world.
+        is_member = member is not None and (job.phase.has_workers or not reasons.get(node.name))
+        role = "leaving" if node.leaving else "member" if is_member else "spare"
         reply.nodes.add(
             node=node.name,
             role=role,
-            group_rank=member.group_rank if member is not None else 0,
+            group_rank=member.group_rank if member is not None and is_member else 0,
             host=node.host,
             nproc=node.nproc,
             reason=reasons.get(node.name, ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -296,8 +297,12 @@ class Standby:
     fetches: bool = False
 
 
-def standby(state: State, node: Node) -> Standby | None:
-    """How a node outside a running world waits; None: it gathers for the next one."""
+def standby(state: State, node: Node, others: Sequence[int] | None = None) -> Standby | None:
+    """How a node outside a running world waits; None: it gathers for the next one.
+
+    Args:
+        others: `shapes.others_than_suspects`, where many nodes are asked for; None: it is found out if it is needed.
+    """
     job, resume = state.job, resume_point(state.job)
     if not node.sees_directory:
         # It joins again if the directory is mounted after all.
@@ -312,10 +317,11 @@ def standby(state: State, node: Node) -> Standby | None:
         # sealed a moment after its inventory was made. The next Gather asks for it again.
         start = job.checkpoint(job.world.resume) if job.world is not None else None
         if start is None or start.parts:
-            return Standby(spare_reason(state, node), job.epoch)
+            return Standby(spare_reason(state, node, others), job.epoch)
         # From the start: a Join tells of what it was asked for, not of all that there is.
         blind = node.joined is not None and start.digest not in node.joined.seen
-        return Standby(_keeps_looking(node, start) if blind else spare_reason(state, node), job.epoch, look_for=start)
+        why = _keeps_looking(node, start) if blind else spare_reason(state, node, others)
+        return Standby(why, job.epoch, look_for=start)
     if resume is not None and has_looked_in_vain(job, node, resume.digest):
         return Standby(_keeps_looking(node, resume), job.round, look_for=resume, fetches=True)
     return None
@@ -332,6 +338,7 @@ def reasons_to_wait(state: State) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     common = Common(state) if any(node.leaving for node in job.nodes.values()) else None
+    others = shapes.others_than_suspects(job.run.shapes.failed, job.nodes.values())
     for node in job.nodes.values():
         if node.leaving:
             assert common is not None
@@ -339,7 +346,7 @@ def reasons_to_wait(state: State) -> dict[str, str]:
             order(common, node, directive)
             found[node.name] = directive.wait.reason
         elif not job.phase.has_workers or world is None or world.member(node.incarnation) is None:
-            waits = standby(state, node)
+            waits = standby(state, node, others)
             found[node.name] = waits.reason if waits is not None else ""
     return found
 
@@ -398,14 +405,17 @@ def has_looked_in_vain(job: Job, node: Node, digest: str) -> bool:
     return joined is not None and joined.round == job.round and joined.resume == digest and digest not in joined.seen
 
 
-def spare_reason(state: State, node: Node) -> str:
-    """Why a node has no place, for a person; empty if it is about to get one."""
+def spare_reason(state: State, node: Node, others: Sequence[int] | None = None) -> str:
+    """Why a node has no place, for a person; empty if it is about to get one. `others`: see `standby`."""
     if node.name in state.live.held_until:
-        return f"{node.name} was lost too often lately: it is a spare for {state.job.holds[node.name]:.0f} s"
+        seconds = state.job.holds[node.name]
+        return f"{node.name} was lost too often lately: it is a spare for {seconds:.0f} s from then on"
     job = state.job
     failed = job.run.shapes.failed
-    if job.world is not None and (why := shapes.why_spare(failed, node, job.world.size, job.nodes.values())):
-        return why
+    if failed and job.world is not None:
+        free = shapes.others_than_suspects(failed, job.nodes.values()) if others is None else others
+        if why := shapes.why_spare(failed, node, job.world.size, free):
+            return why
     head = resume_point(job)
     if job.world is not None and len(job.world.members) >= job.most_nodes:
         scaled = "the job was scaled to" if job.limit else "the world has"

@@ -47,6 +47,10 @@ def own_handler() -> StderrHandler | None:
 
 def say_last(text: str) -> None:
     """Says on stderr why this process ends, behind all that was logged there."""
-    log = own_handler() or StderrHandler()
+    try:
+        log = own_handler() or StderrHandler()
+    except RuntimeError:  # no thread can be started, which may be why this process ends
+        print(text, file=sys.stderr)
+        return
     log.say(text, FLUSH_SECONDS)
     log.flush()

@@ -256,12 +256,13 @@ def test_an_answer_that_comes_behind_a_stop_counts() -> None:
     assert kinds(agent.hear(ev.Registered("me.1", REPLY))) == ["ReportWarm"]
 
 
-def test_a_machine_that_is_always_slow_comes_to_an_end() -> None:
+@pytest.mark.parametrize("late", [1.5, 3.0, 5.0, 8.0])
+def test_a_machine_that_is_always_slow_comes_to_an_end(late: float) -> None:
     """It wakes late each time, as where too much runs on it: each look still takes its second from the time."""
     agent = Agent(connect_timeout=20.0)
     agent.hear(ev.Started())
     looks = 0
-    while "Exit" not in kinds(agent.stands_still(3.0)):
+    while "Exit" not in kinds(agent.stands_still(1.0 + late)):
         looks += 1
         assert looks < 30
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from dalsegno.master.brain import sight
+from dalsegno.master.brain import brain, sight
 from dalsegno.master.brain.state import Checkpoint, Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
 
 def gathering(
-    count: int, steps: tuple[int, ...] = (2, 4), any_size: bool = True
+    count: int, steps: tuple[int, ...] = (2, 4), any_size: bool = True, **options: int
 ) -> tuple[Driven, list[Node], list[control_pb2.Checkpoint]]:
     """A world that committed these steps, which everybody has seen, and then broke: all are asked to join."""
-    job = Driven(settings(stall_timeout=6000.0))
+    job = Driven(settings(stall_timeout=6000.0, **options))
     nodes = job.start(count)
     nodes[0].step(1)
     made = []
@@ -73,6 +73,19 @@ def test_who_alone_reads_another_manifest_is_a_spare() -> None:
     assert job.members == [b.name]
     assert b.directive.run.resume.source.ref == newest.ref
     assert "it stays a spare" in a.directive.wait.reason
+
+
+def test_a_former_member_that_has_a_place_no_more_is_shown_as_a_spare() -> None:
+    """While the job waits for more nodes, which may be for long: "member 0 … stays a spare" was no answer."""
+    job, (a, b), _ = gathering(2, min_nodes=2)
+    a.probe = "of another mount"
+    a.join()
+    b.join()
+    job.wait(2.0)
+    assert job.phase in (Phase.FORMING, Phase.WAITING)
+    shown = {node.node: node for node in brain.status(job.state, job.now).nodes}
+    assert (shown[a.name].role, shown[b.name].role) == ("spare", "member")
+    assert "it stays a spare" in shown[a.name].reason
 
 
 def test_a_lone_node_verifies_what_it_could_not_read() -> None:

@@ -82,3 +82,24 @@ def test_a_process_that_hangs_shows_all_stacks() -> None:
     assert "event loop has stood still for 300 s" in hung.stderr
     assert "in _end" in hung.stderr
     assert "[job/master] a library's line" in hung.stderr
+
+
+THREADLESS = """
+import sys, threading
+from pathlib import Path
+from dalsegno.master import cli, serving
+from dalsegno.master.record.store import StoreError
+
+cli._set_up_logging(Path("/dev/full"), "job")
+def no_room(self):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = no_room
+cli.log.warning("a line for which there is no room")
+serving.say_end(StoreError("the store is gone"))
+"""
+
+
+def test_why_it_ends_is_said_where_no_thread_can_be_started() -> None:
+    """That may be the reason. It was a traceback instead."""
+    ended = subprocess.run([sys.executable, "-c", THREADLESS], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "dlrover-master: the store is gone\n")
