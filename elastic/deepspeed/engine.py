@@ -392,5 +392,5 @@ def _only_what_is_safe(directory: Path) -> Iterator[None]:
         with only_safe_loading():
             yield
     except UnpicklingError as error:
-        refused = describe_refusal(str(directory), error)
-        raise RuntimeError(f"{refused}; if you trust it: torch.serialization.add_safe_globals([...])") from error
+        trust = "; if you trust it: torch.serialization.add_safe_globals([...])"
+        raise RuntimeError(describe_refusal(str(directory), error, trust)) from error

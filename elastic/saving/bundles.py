@@ -198,6 +198,8 @@ def refused_of(error: Exception) -> str:
         return ""
     if re.fullmatch(r"numpy\.(_core|core)\.multiarray\.scalar", found[1]):
         return "it holds a number of NumPy's: make it float(…) or int(…)"
+    if re.fullmatch(r"(builtins\.)?getattr", found[1]):  # so some versions of Python write these
+        return "it holds a member of an Enum, or a method: keep its value, or its name"
     return f"it holds a {found[1]}"
 
 

@@ -6,10 +6,13 @@ classes below, model states and parameter files need none. What is mapped `mappi
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib
 import os
 import re
+import sys
+from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,8 +28,14 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from .archive import refuse_packed
 from .errors import EnvironmentFailed
 from .mapping import NotPlainError, open_mapped
+from .members import member, write_by_value
 
 SAFE_CLASSES: tuple[type, ...] = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, SubparamShape)
+_ALLOWED: tuple[Callable[..., Any], ...] = (*SAFE_CLASSES, member)
+# Here and not around each save: files are also written later, by a thread, and by DeepSpeed where nobody asked us.
+write_by_value(SAFE_CLASSES)
+# Of Python's own modules, those whose classes only hold values.
+_PLAIN = {"argparse", "collections", "datetime", "decimal", "fractions", "pathlib", "uuid"}
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -94,7 +103,7 @@ def _of(path: Path) -> tuple[int, ...]:
 def _our_classes() -> Any:
     """Those of our list that are not allowed yet: when torch's context ends, it takes away all that it was given."""
     there = torch.serialization.get_safe_globals()
-    return torch.serialization.safe_globals([found for found in SAFE_CLASSES if found not in there])
+    return torch.serialization.safe_globals([found for found in _ALLOWED if found not in there])
 
 
 @contextmanager
@@ -139,8 +148,27 @@ def only_safe_loading() -> Iterator[None]:
             os.environ[_FORCE] = before
 
 
-def describe_refusal(file: str, error: Exception) -> str:
-    """One line for torch's UnpicklingError: which objects are not loaded from checkpoints."""
-    found = _REFUSED.search(str(error))
+def describe_refusal(file: str, error: Exception, advice: str = "") -> str:
+    """One line for torch's UnpicklingError: which objects are not loaded from checkpoints.
+
+    Args:
+        file: Where they are.
+        error: Torch's.
+        advice: How to load them all the same, from whom one trusts; left out where that would be to run any code.
+    """
+    found, end = _REFUSED.search(str(error)), ""
+    if found:
+        end = ": it is not safe to load" if _runs_anything(found[1]) else advice
     what = found[1] if found else "something"
-    return f"{file} holds {what}, which is not on the list of what is loaded from checkpoints"
+    return f"{file} holds {what}, which is not on the list of what is loaded from checkpoints{end}"
+
+
+def _runs_anything(name: str) -> bool:
+    """Whether it is one of Python's own functions and classes, with which a file can do whatever it likes."""
+    module, _, attribute = name.rpartition(".")
+    module = IMPORT_MAPPING.get(module, module)  # a file has the names of Python 2
+    if module in ("", builtins.__name__):  # torch names these without their module
+        found = getattr(builtins, attribute, None)
+        return not isinstance(found, type) or found is type
+    outer = module.partition(".")[0]
+    return outer in sys.stdlib_module_names and outer not in _PLAIN

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from dalsegno.elastic.universal import EnvironmentFailed
+from dalsegno.elastic.universal import EnvironmentFailed, convert_directory
 from dalsegno.elastic.universal.source import OPTIMIZER_NOTE, open_source
 from dalsegno.protos.reads import Reads, ranks_read
 from tests.support.workers.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
@@ -200,6 +201,28 @@ def rewritten(made: Path, tmp_path: Path, **more: Any) -> Path:
     content["optimizer_state_dict"].update(more)
     torch.save(content, source / OPTIMIZER)
     return source
+
+
+class ByName:
+    """Pickled, it is a member of DeepSpeed's stages as CPython 3.11.0 to 3.11.4 write one."""
+
+    def __init__(self, stage: ZeroStageEnum) -> None:
+        self.stage = stage
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
+        return getattr, (ZeroStageEnum, self.stage.name)
+
+
+@pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [2, 3])
+def test_stages_by_name_are_loaded(sources: Sources, tmp_path: Path, stage: int, world: int) -> None:
+    """What was saved with such a Python: by the same number of ranks, by another one, and by the converter."""
+    made, saved = sources.get(stage, 2)
+    source = rewritten(made, tmp_path, zero_stage=ByName(ZeroStageEnum(stage)))
+    assert b"getattr" in (source / OPTIMIZER).read_bytes()
+    assert_all(load(tmp_path / "out", world, stage, source, reshard=world != 2), saved)
+    (source / "MANIFEST.json").unlink()  # its checksum is that of the file before
+    convert_directory(source, tmp_path / "universal")
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -215,7 +215,9 @@ def test_loading_runs_nothing(sources: Sources, tmp_path: Path, name: str) -> No
     source, universal = converted(sources.get(2, 2)[0], tmp_path)
     (universal / name).unlink()
     torch.save({"param": Bomb(tmp_path / "boom")}, universal / name)
-    with pytest.raises(AssertionError, match="not on the list of what is loaded from checkpoints"):
+    with pytest.raises(
+        AssertionError, match="not on the list of what is loaded from checkpoints: it is not safe to load"
+    ):
         load(tmp_path / "out", 1, 2, source, universal)
     assert not (tmp_path / "boom").exists()
 
