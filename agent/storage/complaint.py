@@ -16,12 +16,16 @@ from dalsegno.protos.shortage import shortage
 
 from .private import PRIVATE
 
-__all__ = ["Complaint", "of_another", "unwritable"]
+__all__ = ["Complaint", "UnreadableError", "is_forbidden", "of_another", "unreadable", "unwritable"]
 
 # The most things of which people are warned once each.
 _MOST_WARNINGS = 100
 
 logger = logging.getLogger(__name__)
+
+
+class UnreadableError(OSError):
+    """A checkpoint that may be the newest is there, but not for this user: one line that says what to change."""
 
 
 class Complaint:
@@ -40,10 +44,17 @@ class Complaint:
 
     def __call__(self, error: Exception) -> None:
         """Notes why it could not be read. That it is not there is the master's to say."""
+        kind: int | str | None
         kind, text = (error.errno, str(error)) if isinstance(error, OSError) else (type(error).__name__, repr(error))
-        logger.warning("the checkpoint directory cannot be read: %s", text)
-        if kind not in self._told and not isinstance(error, FileNotFoundError):
-            self._told.add(kind)
+        if isinstance(error, UnreadableError):
+            kind = text
+        told = kind in self._told
+        # Somebody may look for days.
+        logger.log(logging.DEBUG if told else logging.WARNING, "the checkpoint directory cannot be read: %s", text)
+        self._told.add(kind)
+        if isinstance(error, UnreadableError) and not told:
+            self.say(text, True)
+        elif not told and not isinstance(error, FileNotFoundError):
             why = shortage(error) or printable(text)
             self.say(f"this node cannot read the checkpoint directory: {why}", True)
 
@@ -78,12 +89,9 @@ def of_another(root: Path, error: OSError) -> str:
     Args:
         root, error: as in `unwritable`, of any attempt.
     """
-    # Of what cannot be entered nothing is known: the nearest directory above it is in the way.
-    path = Path(os.fsdecode(error.filename)) if error.filename else root
-    while not os.path.lexists(path) and path != path.parent:
-        path = path.parent
+    path = _in_the_way(root, error)
     found, within = _found(path), path == root or root in path.parents
-    if found is not None and error.errno in (errno.EACCES, errno.EPERM) and within and found.st_uid != os.geteuid():
+    if found is not None and is_forbidden(error) and within and found.st_uid != os.geteuid():
         other = " or --job-id" if path not in (root / PRIVATE, root) else ""
         return (
             f"{path} belongs to {_user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o}), and"
@@ -91,6 +99,50 @@ def of_another(root: Path, error: OSError) -> str:
             f" --checkpoint-dir{other}"
         )
     return ""
+
+
+def is_forbidden(error: OSError) -> bool:
+    """Whether a file may be there, but this user may not read it: that says nothing of its being gone."""
+    return error.errno in (errno.EACCES, errno.EPERM)
+
+
+def unreadable(directory: Path, error: OSError) -> UnreadableError:
+    """Whose a checkpoint is that this user may not read, and what to do, in one line.
+
+    Args:
+        directory: the checkpoint's.
+        error: what came of reading its manifest, see `is_forbidden`.
+    """
+    path = _in_the_way(directory, error)
+    found, me = _found(path), os.geteuid()
+    # Whoever runs the job has made the run's directory.
+    run = _found(directory.parent)
+    help_ = f"let {_user(me)} read it"
+    whose = ""
+    if found is not None:
+        whose = f": {path} belongs to {_user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o}), this agent is of"
+        whose += f" {_user(me)}"
+        if found.st_uid == me:
+            help_ = f"let it be read (`chmod -R u+rwX {path}`)"
+        elif run is not None and run.st_uid == me:
+            help_ = (
+                "let one user run all of a job, and give that user what is there (as root: `chown -R"
+                f" --reference={directory.parent} {path}`)"
+            )
+        else:
+            help_ = f"let {_user(found.st_uid)} run all of the job, as before"
+    return UnreadableError(
+        f"{directory.name} is there, but this agent cannot read it ({error.strerror}){whose}. The run does not go on"
+        f" without it: {help_}; another --job-id begins anew"
+    )
+
+
+def _in_the_way(root: Path, error: OSError) -> Path:
+    """What cannot be used. Of what cannot be entered nothing is known: then it is the nearest directory above."""
+    path = Path(os.fsdecode(error.filename)) if error.filename else root
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
 
 
 def _found(path: Path) -> os.stat_result | None:

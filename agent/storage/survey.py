@@ -22,6 +22,8 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import run_number
 from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_UNUSABLE
 
+from .complaint import is_forbidden, unreadable
+
 __all__ = ["Manifests", "Survey", "look_at", "newest_of", "runs_in_order"]
 
 # A Join always reports so many of the newest, and so many of each of the last epochs. What a closed epoch sealed too
@@ -57,6 +59,7 @@ class Manifests:
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, int, int], control_pb2.Checkpoint | str]] = {}
+        self._logged: dict[Path, str] = {}
         self._lock = Lock()
 
     def describe(self, directory: Path) -> control_pb2.Checkpoint:
@@ -92,21 +95,47 @@ class Manifests:
             while len(self._known) > _REMEMBERED:
                 del self._known[next(iter(self._known))]
 
-    def usable(self, run_dir: Path, names: Iterable[CheckpointName]) -> Iterator[control_pb2.Checkpoint]:
-        """Those of `names` that are sealed; others are skipped."""
+    def usable(
+        self, run_dir: Path, names: Iterable[CheckpointName], *, vital: bool = False
+    ) -> Iterator[control_pb2.Checkpoint]:
+        """Those of `names` that are sealed; others are skipped.
+
+        Args:
+            run_dir: the run's directory.
+            names: of directories in it.
+            vital: each may be where the run goes on. So one that is there, but not for this user, is not skipped.
+
+        Raises:
+            UnreadableError: see `vital`.
+        """
         for name in names:
+            directory = run_dir / str(name)
             try:
-                yield self.describe(run_dir / str(name))
+                yield self.describe(directory)
             except (CheckpointDamaged, ValueError) as error:
                 logger.debug("%s does not count: %s", name, error)
             except OSError as error:
-                logger.warning("%s cannot be read and does not count: %s", run_dir / str(name), error)
+                if vital and is_forbidden(error):
+                    raise unreadable(directory, error) from error
+                self.skipped(directory, error)
+
+    def skipped(self, directory: Path, error: OSError) -> None:
+        """Logs why a checkpoint cannot be read: once, as each Join looks again, and a spare for days."""
+        text = str(error)
+        with self._lock:
+            if self._logged.pop(directory, "") != text:
+                logger.warning("%s cannot be read and does not count: %s", directory, text)
+            self._logged[directory] = text
+            while len(self._logged) > _REMEMBERED:
+                del self._logged[next(iter(self._logged))]
 
 
 def newest_of(run_dir: Path, manifests: Manifests, most: int = MOST_CHECKPOINTS) -> list[control_pb2.Checkpoint]:
     """For a master that may know nothing: the newest checkpoints with their later forms, and those named as best.
 
     Raises:
+        UnreadableError: this user may not read the newest one. Without it such a master would go back to an older one,
+            or to step 0, and give the epoch in its name to another world.
         OSError: the run's directory cannot be read.
     """
     sources, forms = _names(run_dir)
@@ -114,7 +143,7 @@ def newest_of(run_dir: Path, manifests: Manifests, most: int = MOST_CHECKPOINTS)
     for source in reversed(sources):
         if len(found) >= most:
             break
-        found.update((one.ref.name, one) for one in _with_form(run_dir, source, forms, manifests))
+        found.update((one.ref.name, one) for one in _with_form(run_dir, source, forms, manifests, vital=not found))
     bests = {name for one in found.values() for name in (one.best, one.candidate)} - {"", *found}
     there = [source for source in sources if str(source) in bests]
     told = [*manifests.usable(run_dir, there[-_NEWEST:]), *found.values()]
@@ -139,13 +168,17 @@ def look_at(
         `JoinRequest.inventory` and `JoinRequest.unusable`.
 
     Raises:
+        UnreadableError: this user may not read `resume`, or one that was made later. A look without it would say that
+            it is gone.
         OSError: the run's directory cannot be read.
     """
     sources, forms = _names(run_dir)
     told: dict[str, control_pb2.Checkpoint] = {}
+    newest = newer_than or (0, 0)
     unusable: list[control_pb2.UnusableCheckpoint] = []
     if resume is not None and is_checkpoint_name(resume.name):
         wanted = CheckpointName.parse(resume.name)
+        newest = max(newest, (wanted.epoch, wanted.step))
         for name in [wanted, *reversed(forms.get(wanted, []))]:
             seen = _asked_for(run_dir, name, resume, manifests)
             if isinstance(seen, control_pb2.Checkpoint):
@@ -155,15 +188,23 @@ def look_at(
     for source in _unrecorded(sources, newer_than):
         if len(told) >= MOST_CHECKPOINTS:
             break
-        if str(source) not in told:
-            told.update((one.ref.name, one) for one in _with_form(run_dir, source, forms, manifests))
+        if str(source) in told:
+            continue
+        found = _with_form(run_dir, source, forms, manifests, vital=(source.epoch, source.step) > newest)
+        told.update((one.ref.name, one) for one in found)
+        if found:
+            newest = max(newest, (source.epoch, source.step))
     return list(told.values())[:MOST_CHECKPOINTS], unusable[:MOST_UNUSABLE]
 
 
 def _asked_for(
     run_dir: Path, name: CheckpointName, resume: control_pb2.CheckpointRef, manifests: Manifests
 ) -> control_pb2.Checkpoint | str:
-    """The resume point, or a later form of it: its description, or why its manifest is unusable; "": out of sight."""
+    """The resume point, or a later form of it: its description, or why its manifest is unusable; "": out of sight.
+
+    Raises:
+        UnreadableError: the resume point is there, but this user may not read it.
+    """
     directory = run_dir / str(name)
     try:
         # The resume point's manifest is read each time, because a lost bit on the disk does not change its time.
@@ -171,7 +212,9 @@ def _asked_for(
     except (CheckpointDamaged, ValueError) as error:
         return printable(str(error)) if os.path.lexists(directory) else ""
     except OSError as error:
-        logger.warning("%s cannot be read: %s", directory, error)
+        if name.lease is None and is_forbidden(error):
+            raise unreadable(directory, error) from error
+        manifests.skipped(directory, error)
         return ""
     digest = found.ref.digest if name.lease is None else found.source.digest
     if digest != resume.digest:
@@ -195,10 +238,12 @@ def _with_form(
     source: CheckpointName,
     forms: Mapping[CheckpointName, Sequence[CheckpointName]],
     manifests: Manifests,
+    *,
+    vital: bool,
 ) -> list[control_pb2.Checkpoint]:
-    """A checkpoint and its newest later form, as far as they are sealed."""
+    """A checkpoint and its newest later form, as far as they are sealed; `vital` is of the checkpoint."""
     form = islice(manifests.usable(run_dir, reversed(forms.get(source, ()))), 1)
-    return [*manifests.usable(run_dir, [source]), *form]
+    return [*manifests.usable(run_dir, [source], vital=vital), *form]
 
 
 def _names(run_dir: Path) -> tuple[list[CheckpointName], dict[CheckpointName, list[CheckpointName]]]:
