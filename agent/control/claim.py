@@ -22,11 +22,12 @@ from pathlib import Path
 from dalsegno.elastic.checkpoint.files import move_over
 from dalsegno.protos.processes import is_of_earlier_boot
 
+from ..storage.complaint import is_forbidden, of_another, user
 from ..storage.private import open_private
 from .locks import JobLocks
 from .machine import Machine, ProcessPlace
 
-__all__ = ["Claim", "ClaimFile", "served_elsewhere"]
+__all__ = ["Claim", "ClaimFile", "not_looked_for", "served_elsewhere"]
 
 _WRITE_LOCK, _START_LOCK = "claim.lock", "start.lock"
 # Seconds.
@@ -107,6 +108,25 @@ def served_elsewhere(claim: Claim, place: ProcessPlace, job_id: str) -> str:
     return (
         f"job {job_id} is served by an agent {where}; to span machines or containers start a master that all"
         " can reach (dlrover-master --host ADDRESS) and give its address with --master HOST:PORT"
+    )
+
+
+def not_looked_for(directory: Path, error: Exception) -> str:
+    """Why an agent cannot look for the job's master, for people.
+
+    Args:
+        directory: the job's private one.
+        error: what came of an attempt.
+    """
+    if not isinstance(error, OSError) or not is_forbidden(error):
+        return str(error)
+    theirs = of_another(directory.parents[1], error)
+    why = f"{error.filename} cannot be used ({error.strerror}): `chmod -R u+rwX {directory}`"
+    if theirs:
+        why = f"{theirs}. For this run, give {directory} back to {user(os.geteuid())}, with all in it"
+    return (
+        "the job's master cannot be looked for, so this agent starts no other one if it ends; training goes on"
+        f" meanwhile. {why}"
     )
 
 

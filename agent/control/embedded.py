@@ -24,7 +24,7 @@ from dalsegno.protos.shortage import CannotStartError, starting
 
 from ..storage.private import NotPrivateError, check_private
 from .awake import AwakeTime
-from .claim import Claim, ClaimFile, served_elsewhere
+from .claim import Claim, ClaimFile, not_looked_for, served_elsewhere
 from .connection import Credentials
 from .inquiry import ANSWER_TIMEOUT_SECONDS, MasterInquiry
 from .locks import LockGivenUp, LockTimeout
@@ -192,7 +192,7 @@ class EmbeddedMaster:
                 self._ensure()
             except (MasterError, OSError) as error:
                 logger.warning("no master: %s", error)
-                self._say_once(str(error), True)
+                self._say_once(not_looked_for(self._directory, error), True)
             except Exception as error:
                 # A bug of ours: without this thread no agent on this node would ever start a master again.
                 logger.exception("looking for the master failed")

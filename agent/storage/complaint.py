@@ -16,7 +16,7 @@ from dalsegno.protos.shortage import shortage
 
 from .private import PRIVATE
 
-__all__ = ["Complaint", "UnreadableError", "is_forbidden", "of_another", "unreadable", "unwritable"]
+__all__ = ["Complaint", "UnreadableError", "is_forbidden", "of_another", "unreadable", "unwritable", "user"]
 
 # The most things of which people are warned once each.
 _MOST_WARNINGS = 100
@@ -94,8 +94,8 @@ def of_another(root: Path, error: OSError) -> str:
     if found is not None and is_forbidden(error) and within and found.st_uid != os.geteuid():
         other = " or --job-id" if path not in (root / PRIVATE, root) else ""
         return (
-            f"{path} belongs to {_user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o}), and"
-            f" {_user(os.geteuid())} cannot use it ({error.strerror}): let one user run all of a job, or give another"
+            f"{path} belongs to {user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o}), and"
+            f" {user(os.geteuid())} cannot use it ({error.strerror}): let one user run all of a job, or give another"
             f" --checkpoint-dir{other}"
         )
     return ""
@@ -117,11 +117,11 @@ def unreadable(directory: Path, error: OSError) -> UnreadableError:
     found, me = _found(path), os.geteuid()
     # Whoever runs the job has made the run's directory.
     run = _found(directory.parent)
-    help_ = f"let {_user(me)} read it"
+    help_ = f"let {user(me)} read it"
     whose = ""
     if found is not None:
-        whose = f": {path} belongs to {_user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o}), this agent is of"
-        whose += f" {_user(me)}"
+        whose = f": {path} belongs to {user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o}), this agent is of"
+        whose += f" {user(me)}"
         if found.st_uid == me:
             help_ = f"let it be read (`chmod -R u+rwX {path}`)"
         elif run is not None and run.st_uid == me:
@@ -130,7 +130,7 @@ def unreadable(directory: Path, error: OSError) -> UnreadableError:
                 f" --reference={directory.parent} {path}`)"
             )
         else:
-            help_ = f"let {_user(found.st_uid)} run all of the job, as before"
+            help_ = f"let {user(found.st_uid)} run all of the job, as before"
     return UnreadableError(
         f"{directory.name} is there, but this agent cannot read it ({error.strerror}){whose}. The run does not go on"
         f" without it: {help_}; another --job-id begins anew"
@@ -151,7 +151,8 @@ def _found(path: Path) -> os.stat_result | None:
     return None
 
 
-def _user(number: int) -> str:
+def user(number: int) -> str:
+    """A user in a line for people: by name, if it has one."""
     try:
         return f"user {pwd.getpwuid(number).pw_name}"
     except KeyError:

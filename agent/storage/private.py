@@ -46,14 +46,15 @@ def check_private(directory: Path) -> None:
         raise NotPrivateError(f"{directory} is a link or a file: delete it, the agent makes a directory of its own")
     if found.st_uid not in (os.geteuid(), owner := _owner_of_ours(directory)):
         raise NotPrivateError(
-            f"{directory} belongs to user {found.st_uid}, what this agent makes there to user {owner}: delete it, or"
-            " give another --job-id or --checkpoint-dir"
+            # Not to delete it: its user's run may be live, whose master and token are in it.
+            f"{directory} belongs to user {found.st_uid}, what this agent makes there to user {owner}: let one user"
+            f" run all of a job, so run this as user {found.st_uid}, or give another --job-id or --checkpoint-dir"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotPrivateError(
             f"{directory} can be written by others (mode {stat.S_IMODE(found.st_mode):o}), so nothing in it proves"
-            " anything: if nobody else did, `chmod go-w` it, else delete it; where the mount gives all files this"
-            " mode, give another --checkpoint-dir"
+            " anything: if nobody else did, `chmod go-w` it, else, while no node runs the job, delete it; where the"
+            " mount gives all files this mode, give another --checkpoint-dir"
         )
     _checked[directory] = found.st_uid
 
@@ -106,7 +107,8 @@ def _check_file(path: Path, found: os.stat_result, secret: bool) -> None:
         )
     if found.st_uid != owner:
         raise NotPrivateError(
-            f"{path} belongs to user {found.st_uid}, its directory to user {owner}: delete it, the agent makes its own"
+            f"{path} belongs to user {found.st_uid}, its directory to user {owner}: while no node runs the job, delete"
+            " it, the agent makes its own"
         )
     if secret and found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise NotPrivateError(

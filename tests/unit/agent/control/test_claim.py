@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import pwd
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -173,3 +174,26 @@ def test_a_lock_that_cannot_be_had_leaks_nothing(tmp_path: Path, monkeypatch: py
         assert len(str(refused.value).splitlines()) == 1
     monkeypatch.undo()
     assert file.read() == CLAIM
+
+
+def test_a_claim_that_is_not_for_this_user_is_told_with_what_it_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has given the job's own directory to another user in mid-run: "[Errno 13]" and the path were all."""
+    directory = tmp_path / ".dalsegno" / "job"
+    directory.mkdir(parents=True, mode=0o700)
+    path = directory / "claim.json"
+    forbidden = PermissionError(errno.EACCES, "Permission denied", str(path))
+    path.touch(mode=0o600)
+    here = pwd.getpwuid(os.geteuid()).pw_name
+    meaning = "the job's master cannot be looked for, so this agent starts no other one if it ends; training goes on"
+    mine = f"{meaning} meanwhile. {path} cannot be used (Permission denied): `chmod -R u+rwX {directory}`"
+    assert claim.not_looked_for(directory, forbidden) == mine
+    monkeypatch.setattr(os, "geteuid", lambda: 6001)
+    assert claim.not_looked_for(directory, forbidden) == (
+        f"{meaning} meanwhile. {path} belongs to user {here} (mode 600), and user 6001 cannot use it (Permission"
+        " denied): let one user run all of a job, or give another --checkpoint-dir or --job-id. For this run, give"
+        f" {directory} back to user 6001, with all in it"
+    )
+    assert claim.not_looked_for(directory, OSError(errno.EIO, "Input/output error")) == "[Errno 5] Input/output error"
+    assert claim.not_looked_for(directory, ValueError("it is as it is")) == "it is as it is"
