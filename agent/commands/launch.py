@@ -36,6 +36,7 @@ from ..shell.elastic_agent import ElasticAgent
 from ..shell.mailbox import Mailbox
 from ..shell.rendezvous import NamedRendezvous
 from ..storage.best_save import BestRule
+from ..storage.complaint import of_another
 from ..storage.job_directory import JobDirectory
 from ..storage.macros import SAVE_DIR, macros_of
 from ..workers.attempts import forgetting
@@ -250,7 +251,8 @@ def _connect(
         embedded.start()
     except (MasterError, OSError) as error:
         embedded.close()
-        raise UsageError(str(error)) from error
+        theirs = of_another(directory.root, error) if isinstance(error, OSError) else ""
+        raise UsageError(theirs or str(error)) from error
     return _Source((), embedded.credentials, embedded)
 
 

@@ -16,7 +16,7 @@ from dalsegno.protos.shortage import shortage
 
 from .private import PRIVATE
 
-__all__ = ["Complaint", "UnreadableError", "is_forbidden", "of_another", "unreadable", "unwritable", "user"]
+__all__ = ["Complaint", "UnreadableError", "is_forbidden", "of_another", "unread", "unreadable", "unwritable", "user"]
 
 # The most things of which people are warned once each.
 _MOST_WARNINGS = 100
@@ -81,6 +81,13 @@ def unwritable(root: Path, error: OSError) -> str:
         f"the checkpoint directory {root} cannot be written ({why}); choose another with --checkpoint-dir, or fix its"
         " permissions"
     )
+
+
+def unread(root: Path, error: OSError) -> str:
+    """Why nothing can be told of a checkpoint directory, in one line. Args: as of `unwritable`."""
+    if isinstance(error, UnreadableError):
+        return str(error)
+    return of_another(root, error) or f"the checkpoint directory cannot be read: {error}"
 
 
 def of_another(root: Path, error: OSError) -> str:

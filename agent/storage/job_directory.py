@@ -36,7 +36,7 @@ from dalsegno.protos.shortage import shortage
 from dalsegno.protos.text import is_component, one_line
 
 from ..decisions.events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
-from .complaint import Complaint, UnreadableError, unwritable
+from .complaint import Complaint, unread, unwritable
 from .errand import Errand, spawned, submitted
 from .forms import is_form, with_forms
 from .private import PRIVATE, NotPrivateError, check_private, read_private
@@ -215,8 +215,7 @@ class Storage:
             try:
                 survey = self.directory.survey()
             except OSError as error:
-                why = "" if isinstance(error, UnreadableError) else "the checkpoint directory cannot be read: "
-                failed(f"{why}{error}")
+                failed(unread(self.directory.root, error))
                 return
             deliver(survey)
 

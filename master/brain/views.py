@@ -305,8 +305,9 @@ def standby(state: State, node: Node, others: Sequence[int] | None = None) -> St
     """
     job, resume = state.job, resume_point(state.job)
     if not node.sees_directory:
-        # It joins again if the directory is mounted after all.
-        why = f"{node.name} does not see the job's checkpoint directory: it stays a spare"
+        # It joins again if the directory is mounted after all. It does not say why: its own console does.
+        what = "does not see the job's checkpoint directory, or may not read what is in it"
+        why = f"{node.name} {what}: it stays a spare"
         return Standby(why, job.round, look_for=resume)
     if resume is not None and node.unreadable == resume.digest:
         return Standby(f"{node.name} cannot read {resume.name}, others can: it stays a spare")

@@ -343,7 +343,9 @@ def test_node_that_does_not_see_the_checkpoints(tmp_path: Path, undisturbed: Und
         job.wait_world(1, steps=3)
         job.agent_flags = [f"--checkpoint-dir={tmp_path / 'elsewhere'}"]
         (blind,) = job.start("blind")
-        job.wait_line("blind does not see the job's checkpoint directory: it stays a spare", blind)
+        job.wait_line(
+            "blind does not see the job's checkpoint directory, or may not read what is in it: it stays a spare", blind
+        )
         job.finish()
         assert job.epoch() == 1
         job.assert_undisturbed(undisturbed)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import socket
 from pathlib import Path
 
@@ -153,6 +155,23 @@ def test_credentials_mean_a_master_that_is_a_service(tmp_path: Path) -> None:
     source = launch._connect(options, "sesame-sesame-sesame-sesame", directory, RunConsole(), tmp_path)
     assert source.embedded is None
     assert source.connector().token() == "sesame-sesame-sesame-sesame"
+
+
+def test_a_claim_of_another_user_is_told_with_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only that permission is denied: one user is to run all of a job."""
+    directory = JobDirectory(tmp_path, "j")
+    directory.prepare()
+    path = directory.private / "claim.json"
+    path.touch(mode=0o600)
+
+    def start(self: launch.EmbeddedMaster) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(launch.EmbeddedMaster, "start", start)
+    monkeypatch.setattr(os, "geteuid", lambda: 6001)
+    options = parse(["--job-id=j", SCRIPT], {})
+    with pytest.raises(UsageError, match=r"claim\.json belongs to user .*: let one user run all of a job, or give"):
+        launch._connect(options, None, directory, RunConsole(), tmp_path)
 
 
 @pytest.mark.slow

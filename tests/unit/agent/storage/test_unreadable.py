@@ -196,3 +196,29 @@ def test_what_root_has_saved_is_named_with_its_owner() -> None:
         assert f"`chmod -R u+rwX {run / roots.name}`" in surveys()
         os.chmod(run / roots.name, 0o700)
         assert surveys() == "['step-2.e1.1', 'step-1.e1.1']"
+
+
+def test_a_run_of_another_user_is_named_with_its_owner(
+    directory: JobDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a whole, where no name in it can be read: the line said no more than that permission is denied."""
+    run = directory.run("run-0001")
+    run.mkdir(mode=0o700)
+    listed = os.listdir
+
+    def listing(path: Path) -> list[str]:
+        if path == run:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", listing)
+    monkeypatch.setattr(os, "geteuid", lambda: 6001)
+    storage = Storage(directory)
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    try:
+        storage.survey(lambda survey: said.put("registers"), said.put)
+        line = said.get(timeout=30)
+    finally:
+        storage.close()
+    assert line.startswith(f"{run} belongs to user ")
+    assert "(mode 700), and user 6001 cannot use it (Permission denied): let one user run all of a job, or" in line
