@@ -109,6 +109,29 @@ def test_a_join_tells_nothing_without_what_may_be_the_newest(directory: JobDirec
     assert told(another(directory).look("run-0001", ref, (1, 3))) == {old.name, resume.name, form.name}
     close(old.name, form.name)
     assert told(another(directory).look("run-0001", ref, (1, 2))) == {resume.name, late.name}
+    assert told(another(directory).look("run-0001", late.to_proto().ref, None)) == {resume.name, late.name}
+    close(old.name)
+    late_ref = late.to_proto().ref
+    for path in (run / resume.name, run / form.name):
+        (path / "MANIFEST.json").unlink()
+    assert told(another(directory).look("run-0001", late_ref, None)) == {late.name}
+
+
+def test_a_file_system_that_fails_is_another_matter(directory: JobDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad sector below one manifest ends no run: nobody could make it be read again."""
+    run = directory.run("run-0001")
+    old, new = put(run, "step-1.e1.1"), put(run, "step-2.e1.1")
+    read = Manifest.read.__func__  # type: ignore[attr-defined]
+
+    def failing(cls: type[Manifest], path: Path) -> Manifest:
+        if path.name == new.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        manifest: Manifest = read(cls, path)
+        return manifest
+
+    monkeypatch.setattr(Manifest, "read", classmethod(failing))
+    assert told(directory.survey()) == {old.name}
+    assert told(directory.look("run-0001", new.to_proto().ref, None)) == {old.name}
 
 
 def test_the_console_says_why_and_a_look_goes_on(
