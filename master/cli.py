@@ -21,7 +21,7 @@ from dalsegno.protos import processes
 from dalsegno.protos.addresses import ADDRESS, host_and_port
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, Variable
 from dalsegno.protos.log_file import LogFile
-from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
+from dalsegno.protos.options import Parser, UsageError, file_path, job_id, nnodes, seconds
 from dalsegno.protos.shortage import prove_room, shortage
 from dalsegno.protos.text import one_line
 
@@ -387,12 +387,17 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--job-id", type=job_id, help="the job that this master serves")
     text = "a run that pre-emptible machines carry on one after another (repeatable), instead of --job-id"
-    add("--relay", type=Path, action="append", default=[], metavar="FILE", help=text)
+    add("--relay", type=file_path, action="append", default=[], metavar="FILE", help=text)
     text = "where the job's state is kept: sqlite:///FILE (four slashes if absolute), or etcd://HOST:PORT,HOST:PORT"
     add("--store", required=True, help=text)
-    add("--etcd-ca", type=Path, metavar="FILE", help="the authority of etcd's certificates (PEM); without it no TLS")
-    add("--etcd-cert", type=Path, metavar="FILE", help="this master's certificate for etcd (PEM)")
-    add("--etcd-key", type=Path, metavar="FILE", help="its key (PEM)")
+    add(
+        "--etcd-ca",
+        type=file_path,
+        metavar="FILE",
+        help="the authority of etcd's certificates (PEM); without it no TLS",
+    )
+    add("--etcd-cert", type=file_path, metavar="FILE", help="this master's certificate for etcd (PEM)")
+    add("--etcd-key", type=file_path, metavar="FILE", help="its key (PEM)")
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=_port, default=0, help="port to listen on; 0 (default): any free one, printed when serving")
     text = "with etcd: where agents reach this master, for other masters to send them here (default: --host and --port)"
@@ -409,9 +414,15 @@ def _parser() -> argparse.ArgumentParser:
     ):
         # Not the agents' PET_... variables, for which --tls-ca is the authority of the master.
         variable = f"{Variable.MASTER_FLAG}{flag[2:].upper().replace('-', '_')}"
-        add(flag, type=Path, metavar="FILE", default=os.environ.get(variable) or None, help=f"{text}; also {variable}")
+        add(
+            flag,
+            type=file_path,
+            metavar="FILE",
+            default=os.environ.get(variable) or None,
+            help=f"{text}; also {variable}",
+        )
     add("--insecure", action="store_true", help="listen beyond this machine without a token")
-    add("--log-file", type=Path, metavar="FILE", help="write the log there")
+    add("--log-file", type=file_path, metavar="FILE", help="write the log there")
     text = "end, with all stacks in the log, when nothing has moved in this process for S seconds (default: 300)"
     add("--hang-timeout", type=seconds, default=HANG_TIMEOUT_SECONDS, metavar="S", help=text)
     add("--embedded", action="store_true", help="end with the job, or when no agent is left (dlrover-run's own master)")

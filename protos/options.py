@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import NoReturn
 
 from .limits import LONGEST_SECONDS, MOST_SETTING
 
-__all__ = ("Parser", "UsageError", "job_id", "nnodes", "seconds")
+__all__ = ("Parser", "UsageError", "file_path", "job_id", "nnodes", "path_text", "seconds")
 
 # Job ids become directory names and part of addresses.
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# A bucket, or a page: pathlib would take it for a directory below the working directory.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 class UsageError(Exception):
@@ -36,6 +39,21 @@ def job_id(text: str) -> str:
             f"{text!r} is no job id: letters, digits, '.', '_', '-', at most 128, the first a letter or digit"
         )
     return text
+
+
+def path_text(text: str) -> str:
+    """The name of a file or directory, as it was given."""
+    if not text:
+        # Pathlib takes it for the working directory, others for a flag that was not given.
+        raise argparse.ArgumentTypeError("the name is empty: is a variable unset?")
+    if _URL.match(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is a URL: mount what is there, and name a file or directory")
+    return text
+
+
+def file_path(text: str) -> Path:
+    """The path of a file or directory."""
+    return Path(path_text(text))
 
 
 def seconds(text: str) -> float:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import urllib.request
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from dalsegno.protos.commander_api import run_path
 from dalsegno.protos.contract import Variable
-from dalsegno.protos.options import UsageError
+from dalsegno.protos.options import UsageError, file_path
 from dalsegno.protos.run_file import commander_url, read_run_file
 from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import InputRefused
@@ -30,7 +29,7 @@ _BUSY = 429
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds which run it is about, and what shows who asks."""
-    parser.add_argument("file", type=Path, metavar="run.yaml", help="the run")
+    parser.add_argument("file", type=file_path, metavar="run.yaml", help="the run")
     parser.add_argument("--commander", metavar="URL", help="another address than the file's, for instance of a tunnel")
     add_tls(parser)
     parser.add_argument("--json", action="store_true", help="for programs: JSON, one object in a line")

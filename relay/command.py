@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.protos.contract import JobSettings
-from dalsegno.protos.options import Parser, UsageError
+from dalsegno.protos.options import Parser, UsageError, file_path
 from dalsegno.protos.shortage import CannotStartError
 
 from . import looking
@@ -37,7 +37,7 @@ class Action:
 
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="run.yaml", help="the run")
+    parser.add_argument("file", type=file_path, metavar="run.yaml", help="the run")
 
 
 def _add_pod(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +95,9 @@ def _carry_on(options: argparse.Namespace) -> int:
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_file(parser)
-    parser.add_argument("--at", type=Path, metavar="DIR", help="another place than l1_root, for instance an export")
+    parser.add_argument(
+        "--at", type=file_path, metavar="DIR", help="another place than l1_root, for instance an export"
+    )
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:

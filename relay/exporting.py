@@ -18,7 +18,7 @@ from dalsegno.elastic.checkpoint.files import copy_file, fsync_directory, fsync_
 from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.elastic.checkpoint.marks import mark
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED
-from dalsegno.protos.options import UsageError
+from dalsegno.protos.options import UsageError, file_path
 from dalsegno.protos.run_file import RunFile, read_run_file
 from dalsegno.protos.yaml_text import InputRefused
 
@@ -32,8 +32,8 @@ __all__ = ("add_export", "export")
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `export`."""
-    parser.add_argument("file", type=Path, metavar="run.yaml", help="the run")
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where it is copied to; it exists")
+    parser.add_argument("file", type=file_path, metavar="run.yaml", help="the run")
+    parser.add_argument("directory", type=file_path, metavar="DIR", help="where it is copied to; it exists")
     add_tls(parser)
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from dalsegno.protos.contract import CONNECT_TIMEOUT_SECONDS, MASTER_OUTAGE_TIMEOUT_SECONDS, JobSettings, Variable
-from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
+from dalsegno.protos.options import Parser, UsageError, file_path, job_id, nnodes, path_text, seconds
 
 from ..storage.macros import SAVE_DIR, has_macros, macros_of
 from .endpoint import find_master
@@ -241,7 +240,8 @@ def _add_ours(group: _Group) -> None:
         metavar="HOST:PORT",
         help="the job's master, several with commas (also DLROVER_MASTER_ADDR); default: an embedded one",
     )
-    group.value("--checkpoint-dir", default="checkpoints", metavar="DIR", help="one file system that all nodes see")
+    text = "one file system that all nodes see"
+    group.value("--checkpoint-dir", default="checkpoints", type=path_text, metavar="DIR", help=text)
     group.universal(
         "--universal-checkpoint",
         beside="make universal files at each change of shape, and hand this flag to the script when it resumes from "
@@ -288,16 +288,18 @@ def _add_ours(group: _Group) -> None:
     group.value(
         "--trace-dir",
         default=None,
+        type=path_text,
         metavar="DIR",
         help="note there what happens when at each change of the world (dalsegno pauses DIR)",
     )
     _add_where_to_begin(group)
-    group.value("--token-file", default=None, metavar="FILE", help="token for --master (or DALSEGNO_TOKEN: itself)")
-    group.value(
-        "--tls-ca", default=None, metavar="FILE", help="speak TLS, also between agents; the master's authority (PEM)"
-    )
-    group.value("--tls-cert", default=None, metavar="FILE", help="this agent's certificate (PEM)")
-    group.value("--tls-key", default=None, metavar="FILE", help="its key (PEM)")
+    for flag, text in (
+        ("--token-file", "token for --master (or DALSEGNO_TOKEN: itself)"),
+        ("--tls-ca", "speak TLS, also between agents; the master's authority (PEM)"),
+        ("--tls-cert", "this agent's certificate (PEM)"),
+        ("--tls-key", "its key (PEM)"),
+    ):
+        group.value(flag, default=None, type=path_text, metavar="FILE", help=text)
 
 
 def _add_torchrun(group: _Group) -> None:
@@ -315,7 +317,7 @@ def _add_torchrun(group: _Group) -> None:
     group.switch("-m", "--module", help="run the script as a module, like python -m")
     group.switch("--no-python", help="run the script as a program of its own")
     group.switch("--run-path", help="no effect: workers run that way anyway")
-    group.value("--log-dir", default=None, metavar="DIR", help="default: one of its own below TMPDIR")
+    group.value("--log-dir", default=None, type=path_text, metavar="DIR", help="default: one of its own below TMPDIR")
     group.value("-r", "--redirects", default="2", type=streams, help="output into files: 0 none, 1 out, 2 err, 3 both")
     group.value("-t", "--tee", default="0", type=streams, help="output into files and to the console")
     group.value("--local-ranks-filter", default="", help="show only the output of these local ranks")
@@ -423,7 +425,7 @@ def parse(
     parser = build_parser(environ)
     if not here:
         for action in parser._actions:
-            action.type = Path if action.type is directory else action.type
+            action.type = file_path if action.type is directory else action.type
     options = parser.parse_args(arguments)
     options.unused = []
     for flag, default, _ in UNUSED:

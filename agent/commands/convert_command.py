@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from dalsegno.elastic.universal import Effort
+from dalsegno.protos.options import file_path
 from dalsegno.protos.own_program import command_of
 from dalsegno.protos.shortage import starting
 from dalsegno.protos.signal_names import how_ended
@@ -43,8 +44,10 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument("source", type=Path, metavar="SRC", help="the checkpoint: a directory of ours or DeepSpeed's")
-    parser.add_argument("target", type=Path, metavar="DST", help="where to; an unfinished one is continued")
+    parser.add_argument(
+        "source", type=file_path, metavar="SRC", help="the checkpoint: a directory of ours or DeepSpeed's"
+    )
+    parser.add_argument("target", type=file_path, metavar="DST", help="where to; an unfinished one is continued")
     parser.add_argument(
         "--threads", type=int, default=Effort.threads, metavar="N", help="working at once (default: %(default)s)"
     )

@@ -28,7 +28,7 @@ from dalsegno.elastic.checkpoint import (
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.universal import is_read, is_written
 from dalsegno.protos.contract import Variable, run_number
-from dalsegno.protos.options import Parser, UsageError, seconds
+from dalsegno.protos.options import Parser, UsageError, file_path, path_text, seconds
 
 from ..control.grpc_logs import quiet_grpc
 from ..decisions.events import COMMAND_INTERRUPTED, EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
@@ -280,7 +280,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Container[str]]:
     )
     for name, act, text in acts:
         action: Any = actions.add_parser(name, help=text)
-        action.add_argument("directory", type=Path, metavar="DIR")
+        action.add_argument("directory", type=file_path, metavar="DIR")
         action.set_defaults(act=act)
         if act is _prune:
             action.add_argument("--keep", type=int, required=True, metavar="N", help="how many of each run stay")
@@ -289,7 +289,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Container[str]]:
     convert_command.add_arguments(convert)
     convert.set_defaults(act=_convert)
     parts = commands.add_parser("pauses", help="where the time of each change of the world went, part by part")
-    parts.add_argument("directory", type=Path, metavar="DIR", help="the directory of dlrover-run --trace-dir")
+    parts.add_argument("directory", type=file_path, metavar="DIR", help="the directory of dlrover-run --trace-dir")
     parts.set_defaults(act=_pauses)
     renders = commands.add_parser("render", help="prints manifests of a job for Kubernetes, Slurm or systemd")
     render_command.add_arguments(renders)
@@ -342,6 +342,7 @@ def _add_master(command: argparse.ArgumentParser) -> None:
         variable = f"{Variable.FLAG}{flag.upper().replace('-', '_')}"
         default = os.environ.get(variable) or otherwise
         text = f"{text}; also {variable}"
+        known = {"type": path_text} if metavar in ("DIR", "FILE") else known
         command.add_argument(f"--{flag}", default=default, metavar=metavar, help=text, **known)
 
     service = os.environ.get(Variable.MASTER) or None

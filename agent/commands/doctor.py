@@ -26,6 +26,7 @@ from typing import cast
 
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.options import path_text
 from dalsegno.protos.shortage import starting
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
@@ -73,7 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dlrover", action="store_true", help="do not run it: say what it uses of dlrover, and what will happen"
     )
-    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a training script; none: only the installation")
+    parser.add_argument(
+        "script",
+        nargs="?",
+        type=path_text,
+        metavar="SCRIPT",
+        help="a training script; none: only the installation",
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.elastic.checkpoint.errors import printable
-from dalsegno.protos.options import UsageError
+from dalsegno.protos.options import UsageError, file_path
 from dalsegno.protos.yaml_text import InputRefused, documents, printed
 
 from ..decisions.events import EXIT_FINISHED, EXIT_USAGE
@@ -32,7 +32,7 @@ LARGEST_FILE_BYTES = 1 << 20
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `dalsegno render`."""
     command.add_argument("target", choices=TARGETS, help="for whom")
-    command.add_argument("file", type=Path, metavar="job.yaml", help="the job, or DLRover's ElasticJob")
+    command.add_argument("file", type=file_path, metavar="job.yaml", help="the job, or DLRover's ElasticJob")
     command.add_argument(
         *("--set", "-s"),
         action="append",
@@ -41,11 +41,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="as a line of the file, like claim=data",
     )
     command.add_argument(
-        "--output", "-o", type=Path, metavar="DIR", help="write files there (k8s: a base of Kustomize)"
+        "--output", "-o", type=file_path, metavar="DIR", help="write files there (k8s: a base of Kustomize)"
     )
     command.add_argument(
         "--base",
-        type=Path,
+        type=file_path,
         metavar="job.yaml",
         help="k8s, with --output: write an overlay of the base beside that file",
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from dalsegno.protos.addresses import ADDRESS, addresses_of
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS
 from dalsegno.protos.limits import MOST, MOST_SETTING
-from dalsegno.protos.options import seconds
+from dalsegno.protos.options import file_path, seconds
 from dalsegno.protos.text import LONGEST_NAME, name_problem
 
 from ..processes.signals import number_of, signals_of
@@ -142,7 +142,7 @@ def least_gain(text: str) -> float:
 
 def metrics_file(text: str) -> str:
     """A file below `${save_dir}`, or an absolute path."""
-    path = Path(text)
+    path = file_path(text)
     if not path.name or ".." in path.parts:
         raise argparse.ArgumentTypeError(f"{text!r} is no file below '${{save_dir}}', nor an absolute path")
     return text
@@ -183,9 +183,10 @@ def save_signal(text: str) -> str:
 
 def directory(text: str) -> Path:
     """A directory that is there."""
-    if not Path(text).is_dir():
+    path = file_path(text)
+    if not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is no directory")
-    return Path(text).absolute()
+    return path.absolute()
 
 
 def log_level(text: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.credentials import PemError, check_pem, is_token
-from dalsegno.protos.options import UsageError
+from dalsegno.protos.options import UsageError, file_path
 
 __all__ = ("Access", "add_tls", "secret")
 
@@ -39,7 +39,7 @@ def add_tls(parser: argparse.ArgumentParser) -> None:
     ):
         variable = f"{Variable.FLAG}{flag[2:].upper().replace('-', '_')}"
         given = os.environ.get(variable) or None
-        parser.add_argument(flag, type=Path, metavar="FILE", default=given, help=f"{text}; also {variable}")
+        parser.add_argument(flag, type=file_path, metavar="FILE", default=given, help=f"{text}; also {variable}")
 
 
 @dataclass(frozen=True)

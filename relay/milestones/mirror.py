@@ -25,7 +25,7 @@ from typing import Any
 from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, Tracked, is_checkpoint_name
 from dalsegno.elastic.checkpoint.files import replace_file
 from dalsegno.elastic.checkpoint.layout import MANIFEST
-from dalsegno.protos.options import UsageError
+from dalsegno.protos.options import UsageError, file_path
 from dalsegno.protos.run_file import RunFile, commander_url, read_run_file
 from dalsegno.protos.text import one_line
 from dalsegno.protos.yaml_text import InputRefused
@@ -385,10 +385,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="dalsegno.relay.milestones.mirror", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("run_file", type=Path, metavar="run.yaml")
-    parser.add_argument("--checkpoints", type=Path, required=True, help="the job's directory of checkpoints")
-    parser.add_argument("--hf", type=Path, required=True, help="where snapshots lie, on the same volume")
-    parser.add_argument("--events", type=Path, required=True, help="gets one JSON line per milestone")
+    parser.add_argument("run_file", type=file_path, metavar="run.yaml")
+    parser.add_argument("--checkpoints", type=file_path, required=True, help="the job's directory of checkpoints")
+    parser.add_argument("--hf", type=file_path, required=True, help="where snapshots lie, on the same volume")
+    parser.add_argument("--events", type=file_path, required=True, help="gets one JSON line per milestone")
     parser.add_argument("--commander", metavar="URL", help="another address than the file's")
     add_tls(parser)
     given = parser.parse_args(arguments)

@@ -45,3 +45,10 @@ def test_a_word_that_was_mistyped(
     Path("statu").write_text("run_id: a/b\n")
     code, line = said(["relay", "statu"], capfd)
     assert (code, "statu: run_id: 'a/b' is no name" in line) == (2, True), line
+
+
+def test_a_flag_of_a_relay_that_names_a_file_is_not_empty(capfd: pytest.CaptureFixture[str]) -> None:
+    """As of a variable of the shell that is not set."""
+    for arguments in ([""], ["--tls-ca=", "run.yaml"], ["verify", "--at=", "run.yaml"], ["export", "run.yaml", ""]):
+        code, line = said(["relay", *arguments], capfd)
+        assert (code, "the name is empty: is a variable unset?" in line) == (2, True), line

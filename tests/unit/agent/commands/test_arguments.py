@@ -173,6 +173,28 @@ def test_bad_input_is_one_clear_line(arguments: list[str], environ: dict[str, st
     assert "\n" not in str(error.value)
 
 
+def test_a_flag_that_names_a_file_or_directory_is_not_empty() -> None:
+    """As of a variable of the shell that is not set: Python takes an empty path for the working directory."""
+    flags = [one for one in build_parser({})._actions if one.option_strings and one.metavar in ("DIR", "FILE")]
+    assert len(flags) >= 9
+    for flag in flags:
+        name = flag.option_strings[0]
+        with pytest.raises(UsageError, match=rf"argument {name}.*: the name is empty: is a variable unset\?"):
+            parse([f"{name}=", "x.py"], {})
+        assert vars(parse(["x.py"], {f"PET_{flag.dest.upper()}": ""})) == vars(parse(["x.py"], {}))
+    with pytest.raises(UsageError, match="is a variable unset"):
+        parse(["--initial-checkpoint=", "x.py"], {}, here=False)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "file:///mnt/run", "HTTPS://host/x"])
+@pytest.mark.parametrize("flag", ["--checkpoint-dir", "--trace-dir", "--token-file"])
+def test_a_url_is_no_directory(flag: str, url: str) -> None:
+    """It was made as one below the working directory, `./s3:/bucket/run`, which no other node sees."""
+    with pytest.raises(UsageError, match=rf"argument {flag}.*: '{url}' is a URL: mount what is there"):
+        parse([f"{flag}={url}", "x.py"], {})
+    assert parse(["--checkpoint-dir=a:/b", "x.py"], {}).checkpoint_dir == "a:/b"
+
+
 def test_flags_of_dlrover_are_accepted_with_a_word() -> None:
     """Command lines written for DLRover work, and say what has no effect."""
     options = parse(

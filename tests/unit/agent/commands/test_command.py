@@ -43,6 +43,33 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["checkpoints", name, ""] for name in ("ls", "verify", "show")),
+        ["checkpoints", "prune", "--keep=1", ""],
+        ["convert", "", "there"],
+        ["convert", "here", ""],
+        ["pauses", ""],
+        ["doctor", ""],
+        ["render", "k8s", ""],
+        ["render", "k8s", "--output=", "job.yaml"],
+        ["render", "k8s", "--base=", "job.yaml"],
+        *(["status", f"--{name}="] for name in ("checkpoint-dir", "token-file", "tls-ca", "tls-cert", "tls-key")),
+    ],
+)
+def test_an_empty_name_is_not_the_working_directory(
+    arguments: list[str], checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """As of a variable of the shell that is not set: what lies in the working directory was listed, and deleted."""
+    monkeypatch.chdir(checkpoints)
+    assert dalsegno.run(arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("dalsegno: error: argument ")
+    assert "the name is empty: is a variable unset?" in said.err
+    assert said.out == ""
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 

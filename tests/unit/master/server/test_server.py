@@ -692,6 +692,16 @@ def test_a_loopback_without_its_address_is_named(monkeypatch: pytest.MonkeyPatch
     assert asyncio.run(refused("192.0.2.1")).endswith("choose another --port or --host")
 
 
+@pytest.mark.parametrize(
+    "flag",
+    ["relay", "etcd-ca", "etcd-cert", "etcd-key", "token-file", "tls-ca", "tls-cert", "tls-key", "log-file"],
+)
+def test_a_flag_of_the_master_that_names_a_file_is_not_empty(flag: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """As of a variable of the shell that is not set: a master without a token, or in plaintext, would serve."""
+    assert cli.main(["--store=sqlite:///never", "--job-id=job", f"--{flag}="]) == 2
+    assert f"argument --{flag}: the name is empty: is a variable unset?" in capfd.readouterr().err
+
+
 def test_two_masters_never_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when both looked at the same time: gRPC would by default let both listen."""
     monkeypatch.setattr(server_module, "_probe", lambda host, port: None)
