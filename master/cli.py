@@ -88,7 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _serve(options: argparse.Namespace) -> int:
     token = read_token(options.token_file, os.environ.get(Variable.TOKEN, ""))
     server_options = ServerOptions(
-        host=options.host, port=options.port, token=token, tls=tls_files(options), insecure=options.insecure
+        host=options.host,
+        port=options.port,
+        token=token,
+        tls=tls_files(options),
+        insecure=options.insecure,
+        embedded=options.embedded,
     )
     check_exposure(options.host, token, options.insecure)
     if options.relay:

@@ -195,9 +195,8 @@ def save_failed(decision: Decision, failed: worker_pb2.SaveFailed) -> None:
     known, epoch.save_failure = epoch.save_failure, (failed.step, failed.reason)
     # The last step is tried again and again.
     if decision.is_rank_zero() and epoch.save_failure != known:
-        decision.do(
-            ev.Say(f"saving {failed.name} failed ({failed.reason}): the next save tries again, commits stand", True)
-        )
+        what = failed.name or f"step {failed.step}"  # its directory could not be made
+        decision.do(ev.Say(f"saving {what} failed ({failed.reason}): the next save tries again, commits stand", True))
     if failed.drain or decision.is_rank_zero():
         request = control_pb2.SaveFailedRequest(
             caller=decision.caller(),

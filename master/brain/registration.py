@@ -294,7 +294,7 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     if message.new_run:
         begin_anew(turn, message)
         return ""
-    who = message.node or message.host
+    who = message.node or free_name(job, message.host)  # as it is going to be admitted
     if not failed:
         text = f"{job.run_id} was stopped: {who} takes it up again from {where(job)}"
         turn.notice(text, kind=Kind.RESUMED)

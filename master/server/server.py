@@ -90,6 +90,8 @@ class ServerOptions:
     tls: TlsFiles | None = None
     # Listen beyond this machine without a token.
     insecure: bool = False
+    # dlrover-run started it: its own flags say where it listens.
+    embedded: bool = False
     held_up_after: float = HELD_UP_AFTER_SECONDS
 
 
@@ -270,7 +272,7 @@ class ControlServer:
 
     def _bind(self, server: grpc.aio.Server) -> None:
         host, port = self._options.host, self._options.port
-        _probe(host, port)
+        _probe(host, port, embedded=self._options.embedded)
         address = address_of(host, port)
         try:
             if self._options.tls is None:
@@ -343,7 +345,7 @@ class ControlServer:
                 log.log(logging.WARNING if notice.warning else logging.INFO, "%s", notice.text)
 
 
-def _probe(host: str, port: int) -> None:
+def _probe(host: str, port: int, *, embedded: bool = False) -> None:
     """Binds as gRPC will, because gRPC's own error does not say what is wrong."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -352,6 +354,8 @@ def _probe(host: str, port: int) -> None:
             probe.bind(address)
     except (OSError, UnicodeError) as error:  # the second one of a name like a..b
         why, what = getattr(error, "strerror", None) or error, "choose another --port or --host"
+        if embedded and port:
+            what = "choose another port in --rdzv-endpoint or --master-port (the same on all nodes)"
         if host == _LOOPBACK and getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
             # dlrover-run's own master serves there, and has no such flags.
             what = f"this machine's loopback has no {_LOOPBACK}: `ip link set lo up; ip addr add {_LOOPBACK}/8 dev lo`"

@@ -81,6 +81,19 @@ def test_master_port_in_use(shell: Shell) -> None:
     expect_one_line(ended, f"port {port}", "Address already in use")
 
 
+def test_meeting_point_whose_port_is_in_use(shell: Shell) -> None:
+    """Of a master that this node was to host: the flags are those of dlrover-run."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        endpoint = f"127.0.0.1:{holder.getsockname()[1]}"
+        ended = shell.run(
+            "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--job-id=job", str(EXAMPLES / "ddp.py")
+        )
+    expect_one_line(ended, "Address already in use", "choose another port in --rdzv-endpoint or --master-port")
+    assert "--host" not in ended.text
+
+
 def test_unreachable_master(shell: Shell) -> None:
     """Within --connect-timeout, with the address."""
     with socket.socket() as unused:

@@ -629,6 +629,14 @@ def test_the_master_hears_once_of_a_failed_save(rank: int, told: int) -> None:
     ] * told
 
 
+@pytest.mark.parametrize(("name", "what"), [("step-4.e1.1", "step-4.e1.1"), ("", "step 4")])
+def test_a_failed_save_is_told_by_its_step_where_it_has_no_name(name: str, what: str) -> None:
+    """Its directory could not be made, so nobody knows how it would have been called."""
+    agent = Agent().registered().running()
+    (said, *_) = agent.said(save_failed=worker_pb2.SaveFailed(name=name, reason="disk full", step=4))
+    assert said == ev.Say(f"saving {what} failed (disk full): the next save tries again, commits stand", True)
+
+
 def test_a_drain_that_was_withdrawn_is_not_agreed_any_more() -> None:
     """The ranks have saved, and made another step: what they say of it does not speak of the next drain."""
     agent = Agent().registered().running()

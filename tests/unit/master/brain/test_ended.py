@@ -47,7 +47,7 @@ def test_a_new_agent_takes_a_failed_run_up_again(embedded: bool) -> None:
     late = job.node()
     said = remark(job, late)
     assert "run-0001 had failed (host-0: boom; 2 failures without progress" in said
-    assert "host takes it up again from step 4" in said
+    assert "host-0 takes it up again from step 4" in said
     assert said in job.notices
     late.join()
     job.wait(2)

@@ -179,7 +179,7 @@ def test_an_embedded_masters_job_goes_on_with_the_same_command() -> None:
     assert job.phase is Phase.STOPPED
     again = job.node()
     assert job.phase is not Phase.STOPPED
-    assert f"was stopped: {again.name.rpartition('-')[0]} takes it up again from step 3" in job.notices
+    assert f"was stopped: {again.name} takes it up again from step 3" in job.notices
     assert "failed" not in job.notices
 
 

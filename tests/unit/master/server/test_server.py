@@ -692,6 +692,26 @@ def test_a_loopback_without_its_address_is_named(monkeypatch: pytest.MonkeyPatch
     assert asyncio.run(refused("192.0.2.1")).endswith("choose another --port or --host")
 
 
+def test_an_embedded_master_names_the_flags_of_dlrover_run() -> None:
+    """A person gave the port to that program, which has neither --port nor --host."""
+
+    async def refused(port: int) -> str:
+        options = ServerOptions(port=port, embedded=True)
+        server = ControlServer("job", FakeBrain(), MemoryStore(), options)
+        with pytest.raises(BindError) as error:
+            await server.start()
+        await server.close()
+        return str(error.value)
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        text = asyncio.run(refused(holder.getsockname()[1]))
+    assert text.endswith(
+        "Address already in use: choose another port in --rdzv-endpoint or --master-port (the same on all nodes)"
+    )
+
+
 @pytest.mark.parametrize(
     "flag",
     ["relay", "etcd-ca", "etcd-cert", "etcd-key", "token-file", "tls-ca", "tls-cert", "tls-key", "log-file"],
@@ -704,7 +724,7 @@ def test_a_flag_of_the_master_that_names_a_file_is_not_empty(flag: str, capfd: p
 
 def test_two_masters_never_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when both looked at the same time: gRPC would by default let both listen."""
-    monkeypatch.setattr(server_module, "_probe", lambda host, port: None)
+    monkeypatch.setattr(server_module, "_probe", lambda host, port, embedded: None)
 
     async def scene() -> None:
         async with serving() as master:
