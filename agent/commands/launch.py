@@ -50,6 +50,9 @@ __all__ = ["launch"]
 
 logger = logging.getLogger(__name__)
 
+# For who knows torchrun's default, a store, and gives an endpoint that no node hosts.
+_HOSTS = "; with --rdzv-backend=c10d the node with that address hosts one"
+
 
 def launch(options: argparse.Namespace, beginning: Beginning, watch: SignalWatch, console: RunConsole) -> int:
     """Runs one agent to its end. Signals go to the agent as soon as it has a loop that can hear them.
@@ -167,6 +170,7 @@ def _agent_config(
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
         addresses=options.master or options.meet or "",
+        hint=_HOSTS if options.rdzv_endpoint and options.master == options.rdzv_endpoint else "",
         token_file=str(options.token_file or ""),
         # With the other flag its configuration says what this one would tell it.
         script_flag=not (knows_us(script) or options.deepspeed_load_universal),

@@ -197,7 +197,8 @@ def check_answer(decision: Decision) -> None:
         decision.do(ev.Say(f"{who}: trying for {left}"))
     if decision.now >= deadline:
         seconds = state.settings.connect_timeout
-        what = f"is it running at that address? ({where})" if where else "a line above, or its master.log, says why"
+        there = f"is it running at that address? ({where}){state.settings.hint}"
+        what = there if where else "a line above, or its master.log, says why"
         decision.exit(ev.EXIT_USAGE, f"no master answered within {seconds:.0f} s: {what}")
 
 

@@ -26,6 +26,7 @@ class AgentConfig:
         resume_step: go back to this step, for the how manieth time; None: go on from the newest checkpoint.
         connect_timeout: how long the first registration may take.
         addresses: where the master was looked for, for people; empty: it is the job's own.
+        hint: what to say where no master answers there, behind that; empty: nothing.
         token_file: the file that the token comes from; empty: it is none.
         script_flag: if the job uses `--universal-checkpoint`, add the flag to the script's own arguments when it
             resumes from universal files.
@@ -62,6 +63,7 @@ class AgentConfig:
     master_outage_timeout: float = MASTER_OUTAGE_TIMEOUT_SECONDS
     connect_timeout: float = CONNECT_TIMEOUT_SECONDS
     addresses: str = ""
+    hint: str = ""
     token_file: str = ""
     script_flag: bool = False
     deepspeed_load_universal: bool = False

@@ -140,6 +140,7 @@ class ElasticAgent(LocalElasticAgent):
                 self_fence=config.self_fence,
                 master_outage_timeout=config.master_outage_timeout,
                 addresses=config.addresses,
+                hint=config.hint,
                 token_file=config.token_file,
                 connect_timeout=config.connect_timeout,
                 save_timeout=max(self._beside.save_timeout, self._adoption.last_look),

@@ -35,6 +35,25 @@ def test_agents_speak_with_each_other_as_with_the_master(tmp_path: Path, flags: 
 
 
 @pytest.mark.parametrize(
+    ("flags", "hinted"),
+    [
+        (("--rdzv-endpoint=h:1",), True),
+        (("--rdzv-endpoint=h:1", "--rdzv-backend=etcd"), True),
+        (("--master=h:1",), False),
+        (("--master=h:1", "--rdzv-endpoint=i:1"), False),
+        (("--rdzv-endpoint=h:1", "--rdzv-backend=c10d"), False),
+        ((), False),
+    ],
+)
+def test_an_endpoint_alone_is_a_masters(tmp_path: Path, flags: tuple[str, ...], hinted: bool) -> None:
+    """If none answers there, torchrun's users are told how one of their nodes hosts it."""
+    options = parse(["--job-id=job", *flags, "train.py"], {})
+    script = Script(sys.executable, ("-u", "train.py"))
+    config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path, script)  # type: ignore[arg-type]
+    assert config.hint == ("; with --rdzv-backend=c10d the node with that address hosts one" if hinted else "")
+
+
+@pytest.mark.parametrize(
     ("flags", "text", "own", "seconds", "adopts"),
     [
         # No commit can come: nobody waits for one.

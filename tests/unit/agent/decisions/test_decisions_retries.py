@@ -201,6 +201,16 @@ def test_a_master_that_never_answers_ends_the_agent() -> None:
     assert "no master answered within 20 s" in ending.message
 
 
+def test_who_gave_only_an_endpoint_hears_how_a_node_hosts_a_master() -> None:
+    """As torchrun's nodes do, whose --rdzv-backend a person may have left out."""
+    agent = Agent(connect_timeout=20.0, addresses="h:1", hint="; so and so")
+    agent.hear(ev.Started())
+    agent.waits(5.0)
+    (ending,) = agent.waits(15.0)
+    assert isinstance(ending, ev.Exit)
+    assert ending.message == "no master answered within 20 s: is it running at that address? (h:1); so and so"
+
+
 def test_the_jobs_own_master_has_no_address_that_could_be_wrong() -> None:
     """It is looked for in the checkpoint directory, where its log says why it is silent."""
     agent = Agent(connect_timeout=20.0)
