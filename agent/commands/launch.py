@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 
@@ -139,6 +140,12 @@ def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Scri
         torch_config, entrypoint, arguments = torchrun.config_from_args(merged)
     except (ValueError, AssertionError, ImportError) as error:
         raise UsageError(str(error)) from error
+    try:
+        # Torch itself looks it up only when the agent ends.
+        get_logging_handler(options.event_log_handler)
+    except KeyError as error:
+        why = f"torch has no handler {options.event_log_handler!r}, but console and null"
+        raise UsageError(f"argument --event-log-handler: {why}") from error
     return torch_config, Script(str(entrypoint), tuple(arguments))
 
 

@@ -12,6 +12,7 @@ from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import parse
 from dalsegno.agent.script import Script
 from dalsegno.protos.contract import GROW_SOON_SECONDS
+from dalsegno.protos.options import UsageError
 
 DLROVER = "from dlrover.trainer.torch.elastic.trainer import ElasticTrainer"
 
@@ -32,6 +33,16 @@ def test_agents_speak_with_each_other_as_with_the_master(tmp_path: Path, flags: 
     script = Script(sys.executable, ("-u", "train.py"))
     config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path, script)  # type: ignore[arg-type]
     assert (config.tls, config.memory_bytes_per_second) == (tls, 2_000_000)
+
+
+@pytest.mark.parametrize("name", ["abc", ""])
+def test_an_event_handler_that_torch_does_not_have(tmp_path: Path, name: str) -> None:
+    """Torch looks it up only when the run is over: a finished one ended with a traceback, and 1."""
+    options = parse(["--job-id=job", f"--event-log-handler={name}", "train.py"], {})
+    with pytest.raises(UsageError, match=f"argument --event-log-handler: torch has no handler '{name}'"):
+        launch._torch_config(options, tmp_path)
+    options.event_log_handler = "console"
+    launch._torch_config(options, tmp_path)
 
 
 @pytest.mark.parametrize(
