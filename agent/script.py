@@ -190,9 +190,7 @@ def working_directory() -> str:
     try:
         return os.getcwd()
     except OSError as error:
-        raise ScriptError(
-            f"the working directory is gone ({error.strerror}): change to one that is there (cd)"
-        ) from error
+        raise ScriptError(f"the working directory is gone ({error.strerror}): cd to one that is there") from error
 
 
 def check_script(name: str, *, module: bool, no_python: bool) -> None:
@@ -207,6 +205,8 @@ def check_script(name: str, *, module: bool, no_python: bool) -> None:
     here = working_directory()
     if no_python:
         if shutil.which(name) is None:
+            if shutil.which(f"./{name}") is not None:
+                raise ScriptError(f"the program {name} is not in PATH: write ./{name}")
             raise ScriptError(f"the program {name} does not exist or cannot be executed")
     elif module:
         # Only the top-level module, because finding a sub-module would import its parents.

@@ -39,6 +39,8 @@ _MOST_OF_GRPC = 16
 # If fewer processes and threads are left, a process may end in a library that does not say why.
 _FEW = 32
 _UNKNOWN = "see sysctl kernel.threads-max and kernel.pid_max"
+# Of a file of the kernel's: more than one on cgroups has, and than stands before what is looked for in meminfo.
+_START_BYTES = 8192
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -135,7 +137,11 @@ def shortage(error: BaseException) -> str:
         named = "; ".join(reached or [text for _, _, text in limits] or [_UNKNOWN])
         return f"no more processes and threads are allowed here ({named}); raise that limit, or end others"
     if number == errno.ENOMEM or isinstance(error, MemoryError):
-        return f"there is not enough memory ({_memory()}); end other processes, or give this one more"
+        sizes = list(_memory())
+        if space := _address_space(min((size for size, _ in sizes), default=_TIGHT_BYTES)):
+            return space  # others have nothing that this process lacks
+        named = "; ".join(text for _, text in sizes) or "see ulimit -v and /proc/meminfo"
+        return f"there is not enough memory ({named}); end other processes, or give this one more"
     if number == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = getattr(error, "strerror", None) or ""
@@ -158,11 +164,11 @@ def file_limit() -> str:
     return "" if allowed == resource.RLIM_INFINITY else f"a file may have at most {allowed // 1024} kB here (ulimit -f)"
 
 
-def _address_space() -> str:
-    """Says that `ulimit -v` leaves hardly any room; empty if it does, or if there is no such limit."""
+def _address_space(least_bytes: int = _TIGHT_BYTES) -> str:
+    """Says that `ulimit -v` leaves hardly any room: no more than this. Empty: it does, or there is no such limit."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
     used = _address_space_bytes()
-    if allowed == resource.RLIM_INFINITY or allowed - used > _TIGHT_BYTES:
+    if allowed == resource.RLIM_INFINITY or allowed - used > least_bytes:
         return ""
     sizes = f"ulimit -v: {allowed // 1024} kB, in use by this process: {used // 1024} kB"
     return f"there is not enough address space ({sizes}); raise that limit"
@@ -170,8 +176,8 @@ def _address_space() -> str:
 
 def _address_space_bytes() -> int:
     try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
+        return int(_start_of("/proc/self/statm").split()[0]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError, MemoryError):
         return 0
 
 
@@ -201,27 +207,30 @@ def _threads_of(user: int) -> int:
     return count
 
 
-def _memory() -> str:
-    limits = []
-    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if allowed != resource.RLIM_INFINITY:
-        limits.append(f"ulimit -v: {allowed // 1024} kB")
+def _memory() -> Iterator[tuple[int, str]]:
+    """How many bytes of memory there are for this process beside `ulimit -v`, and a text for people."""
     for directory in own_cgroups("memory"):
         most = _number(directory / "memory.max") or _number(directory / "memory.limit_in_bytes")
         if most is not None and most < 1 << 60:
-            limits.append(f"limit of the container or group {directory}: {most // 1_000_000} MB")
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            yield most, f"limit of the container or group {directory}: {most // 1_000_000} MB"
+    if available := _machine_bytes():
+        yield available, f"available on this machine: {available // 1_000_000} MB"
+
+
+def _machine_bytes() -> int:
+    """What this machine has left; 0: it does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError, MemoryError):
+        for line in _start_of("/proc/meminfo").splitlines():
             if line.startswith("MemAvailable:"):
-                limits.append(f"available on this machine: {int(line.split()[1]) // 1000} MB")
-    return "; ".join(limits) or "see ulimit -v and /proc/meminfo"
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def own_cgroups(controller: str) -> Iterator[Path]:
     """The cgroup directories that may limit this process, from its own one up."""
     try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
+        lines = _start_of("/proc/self/cgroup").splitlines()
+    except (OSError, ValueError, MemoryError):
         return
     for line in lines:
         _, _, rest = line.partition(":")
@@ -236,6 +245,15 @@ def own_cgroups(controller: str) -> Iterator[Path]:
 def _number(path: Path) -> int | None:
     """The number in a limit's file; None: no limit, or none that can be read."""
     try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
+        return int(_start_of(path))
+    except (OSError, ValueError, MemoryError):
         return None
+
+
+def _start_of(path: Path | str) -> str:
+    """The first kilobytes of a file of the kernel's. `open` may fail where memory is what lacks."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, _START_BYTES).decode()
+    finally:
+        os.close(file)

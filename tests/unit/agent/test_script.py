@@ -332,6 +332,22 @@ def test_what_is_no_script_is_refused(tmp_path: Path, name: str) -> None:
         check_script(str(tmp_path / name), module=False, no_python=False)
 
 
+def test_a_program_of_the_working_directory_is_told_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs are looked for in PATH: it is there, and "does not exist"."""
+    monkeypatch.chdir(tmp_path)
+    Path("s.sh").write_text("#!/bin/sh\n")
+    Path("s.sh").chmod(0o755)
+    with pytest.raises(ScriptError, match=r"^the program s\.sh is not in PATH: write \./s\.sh$"):
+        check_script("s.sh", module=False, no_python=True)
+    check_script("./s.sh", module=False, no_python=True)
+    Path("s.sh").chmod(0o644)
+    for name in ("./s.sh", "s.sh", "none.sh"):
+        with pytest.raises(ScriptError, match="does not exist or cannot be executed"):
+            check_script(name, module=False, no_python=True)
+
+
 BROKEN = b"def step(batch:\n    pass\n"
 
 

@@ -73,6 +73,35 @@ def test_the_limit_that_is_reached_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     assert crowded() == ""
 
 
+@pytest.mark.parametrize("error", [MemoryError(), failed(errno.ENOMEM)])
+def test_memory_that_ulimit_keeps_back_is_not_asked_of_others(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The machine has plenty: no process need end for it."""
+    monkeypatch.setattr(shortage, "own_cgroups", lambda controller: iter([]))
+    monkeypatch.setattr(shortage, "_machine_bytes", lambda: 64 << 30)
+    space = shortage._address_space_bytes()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (space + (1 << 30),) * 2)
+    text = shortage.shortage(error)
+    assert text.startswith("there is not enough address space (ulimit -v: ")
+    assert text.endswith("raise that limit")
+    assert "other processes" not in text
+    monkeypatch.setattr(shortage, "_machine_bytes", lambda: 1 << 20)
+    assert "end other processes" in shortage.shortage(error), "the machine has less than the limit leaves"
+
+
+def test_memory_of_a_container_is_asked_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its limit is what it has, whatever `ulimit -v` would leave."""
+    (tmp_path / "memory.max").write_text(f"{1 << 29}\n")
+    monkeypatch.setattr(shortage, "own_cgroups", lambda controller: iter([tmp_path]))
+    monkeypatch.setattr(shortage, "_machine_bytes", lambda: 64 << 30)
+    space = shortage._address_space_bytes()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (space + (1 << 30),) * 2)
+    text = shortage.shortage(MemoryError())
+    assert f"group {tmp_path}: 536 MB" in text
+    assert "end other processes" in text
+
+
 MAP = "libtorch_cpu.so: failed to map segment from shared object"
 
 
