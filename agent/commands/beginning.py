@@ -27,10 +27,11 @@ from ..script import Script, modules_of
 from ..shell.console import make_log_dir, set_up_logging
 from ..shell.output import Output
 from ..standby.nursery_start import NurserySpec, StartedNursery, start_nursery
+from ..storage.complaint import not_made
 from ..storage.job_directory import JobDirectory, StorageError
 from .tuning import tune
 
-__all__ = ["Beginning", "Where", "nursery_spec", "script_of"]
+__all__ = ["Beginning", "Where", "made_directories", "nursery_spec", "script_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +82,7 @@ class Beginning:
         for name in _NOT_FOR_WORKERS:
             os.environ.pop(name, None)
         tune(os.environ)
-        self.directory = JobDirectory(Path(options.checkpoint_dir).absolute(), options.job_id)
-        try:
-            self.directory.prepare()
-            self.log_dir = make_log_dir(options.log_dir, options.job_id)
-            _trace_into(options.trace_dir)
-        except (StorageError, OSError) as error:
-            # Python finds no temporary directory where nothing can be written at all.
-            nowhere = isinstance(error, FileNotFoundError) and error.filename is None
-            limit = file_limit() if nowhere else ""
-            raise UsageError(f"{error}; {limit}: raise that limit" if limit else str(error)) from error
+        self.directory, self.log_dir = made_directories(options)
         self.where = Where(options.job_id)
         level = logging.getLevelName(options.log_level)
         set_up_logging(self.log_dir / "agent.log", self.where, ("dalsegno",), level)
@@ -135,6 +127,41 @@ class Beginning:
             # The pool tries again.
             logger.warning("%s", error)
             return None
+
+
+def made_directories(options: argparse.Namespace) -> tuple[JobDirectory, Path]:
+    """Makes the directories that a command line names: the job's, and this agent's for logs, which it returns.
+
+    This process, and all that it starts, note from now on what happens when, if that is wanted.
+
+    Raises:
+        UsageError: one cannot be made, or written.
+    """
+    directory = JobDirectory(Path(options.checkpoint_dir).absolute(), options.job_id)
+    try:
+        directory.prepare()
+    except StorageError as error:
+        raise UsageError(str(error)) from error
+    try:
+        log_dir = make_log_dir(options.log_dir, options.job_id)
+    except OSError as error:
+        raise UsageError(_without_logs(options.log_dir, error)) from error
+    try:
+        _trace_into(options.trace_dir)
+    except OSError as error:
+        raise UsageError(not_made("--trace-dir", options.trace_dir, error)) from error
+    return directory, log_dir
+
+
+def _without_logs(given: str | None, error: OSError) -> str:
+    if given:
+        return not_made("--log-dir", given, error)
+    # Python finds no temporary directory where nothing can be written at all.
+    nowhere = isinstance(error, FileNotFoundError) and error.filename is None
+    if nowhere and (limit := file_limit()):
+        return f"{error}; {limit}: raise that limit"
+    why = error.strerror or error
+    return f"no directory for logs can be made ({why}): choose another TMPDIR, or give --log-dir"
 
 
 def script_of(options: argparse.Namespace) -> Script:

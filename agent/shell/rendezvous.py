@@ -33,6 +33,7 @@ from ..control.handshake import mismatch
 from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
+from ..storage.complaint import not_made
 from ..storage.job_directory import JobDirectory, StorageError
 from ..workers.own_address import NoAddressError
 from ..workers.worker_env import WorldPlace, place_of
@@ -345,12 +346,16 @@ def _create(params: RendezvousParameters) -> Rendezvous:
         grow_wait=GROW_SOON_SECONDS,
         max_restarts=COUNTED_BY_TORCHRUN,
     )
+    try:
+        log_dir = make_log_dir(params.get("log_dir"), params.run_id)
+    except OSError as error:
+        raise ValueError(not_made("log_dir in --rdzv-conf", params.get("log_dir") or "TMPDIR", error)) from error
     config = AgentConfig(
         job_id=params.run_id,
         nproc=params.get_as_int("nproc", 1) or 1,
         settings=control_pb2.Settings(**asdict(chosen)),
         checkpoint_dir=root,
-        log_dir=make_log_dir(params.get("log_dir"), params.run_id),
+        log_dir=log_dir,
         node_name=params.get("node_name", "") or "",
         local_addr=params.local_addr,
         addresses=params.endpoint,

@@ -1,4 +1,4 @@
-"""Tells people why the checkpoint directory cannot be used by this node."""
+"""Tells people why a directory cannot be used by this node: the checkpoint directory, and those of other flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ from dalsegno.protos.shortage import shortage
 
 from .private import PRIVATE
 
-__all__ = ["Complaint", "UnreadableError", "is_forbidden", "of_another", "unread", "unreadable", "unwritable", "user"]
+__all__ = [
+    "Complaint",
+    "UnreadableError",
+    "is_forbidden",
+    "not_made",
+    "of_another",
+    "unread",
+    "unreadable",
+    "unwritable",
+    "user",
+]
 
 # The most things of which people are warned once each.
 _MOST_WARNINGS = 100
@@ -77,7 +87,8 @@ def unwritable(root: Path, error: OSError) -> str:
         error: what came of an attempt to make something in it.
     """
     why = error.strerror or str(error)
-    return of_another(root, error) or (
+    known = of_another(root, error) or _of_link(root, "--checkpoint-dir", error)
+    return known or (
         f"the checkpoint directory {root} cannot be written ({why}); choose another with --checkpoint-dir, or fix its"
         " permissions"
     )
@@ -88,6 +99,30 @@ def unread(root: Path, error: OSError) -> str:
     if isinstance(error, UnreadableError):
         return str(error)
     return of_another(root, error) or f"the checkpoint directory cannot be read: {error}"
+
+
+def not_made(flag: str, directory: str | Path, error: OSError) -> str:
+    """Why another flag's directory cannot be made, and what to do, in one line.
+
+    Args:
+        flag: what a person gave it with.
+        directory: as they gave it.
+        error: what came of the attempt.
+    """
+    why = error.strerror or str(error)
+    return _of_link(Path(directory).absolute(), flag, error) or (
+        f"{flag}: {directory} cannot be written ({why}); choose another, or make it writable"
+    )
+
+
+def _of_link(directory: Path, flag: str, error: OSError) -> str:
+    """Which link on the way to a directory leads nowhere, as to a volume that is not mounted; empty: none does."""
+    # Whoever may not look behind a link does not know what is there.
+    for path in (directory, *directory.parents) if isinstance(error, (FileExistsError, FileNotFoundError)) else ():
+        if os.path.islink(path) and not os.path.exists(path):
+            what = "mount or make that, or choose another"
+            return f"{path} is a link to {os.readlink(path)}, which is not there: {what} {flag}"
+    return ""
 
 
 def of_another(root: Path, error: OSError) -> str:

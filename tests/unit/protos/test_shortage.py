@@ -90,6 +90,17 @@ def test_memory_that_ulimit_keeps_back_is_not_asked_of_others(
     assert "end other processes" in shortage.shortage(error), "the machine has less than the limit leaves"
 
 
+def test_what_is_out_of_memory_itself_still_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even what says how much there is may be read: the line comes without numbers."""
+
+    def fails(path: object) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(shortage, "_start_of", fails)
+    text = shortage.shortage(MemoryError())
+    assert text.startswith("there is not enough memory (see ulimit -v and /proc/meminfo); ")
+
+
 def test_memory_of_a_container_is_asked_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its limit is what it has, whatever `ulimit -v` would leave."""
     (tmp_path / "memory.max").write_text(f"{1 << 29}\n")

@@ -6,15 +6,17 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import parse
-from dalsegno.agent.commands.beginning import nursery_spec, script_of
+from dalsegno.agent.commands.beginning import made_directories, nursery_spec, script_of
 from dalsegno.agent.script import modules_of
 from dalsegno.agent.shell import console
+from dalsegno.protos.options import UsageError
 
 LOG = Path("standby.log")
 
@@ -94,3 +96,46 @@ def test_torchs_log_goes_to_ours_once_it_is_there(tmp_path: Path, monkeypatch: p
     console.log_torch()
     assert (theirs.handlers, theirs.propagate) == (ours.handlers, False)
     ours.handlers[0].close()
+
+
+@pytest.mark.parametrize("flag", ["--log-dir", "--trace-dir", "--checkpoint-dir"])
+def test_a_directory_that_cannot_be_made_is_named_with_its_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    """The system's error names neither, and says nothing of what to do."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(UsageError) as error:
+        made_directories(parse(["--job-id=job", f"{flag}=file/x", "x.py"], {}))
+    text = str(error.value)
+    assert all(part in text for part in (flag, "file/x cannot be written (Not a directory)", "choose another")), text
+    assert "Errno" not in text
+
+
+@pytest.mark.parametrize("below", ["", "/x"])
+@pytest.mark.parametrize("flag", ["--log-dir", "--trace-dir", "--checkpoint-dir"])
+def test_a_link_to_what_is_not_there_is_named_with_its_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, below: str
+) -> None:
+    """As of a volume that is not mounted: no permission is wrong, and no file "exists"."""
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("/gone/volume")
+    with pytest.raises(UsageError) as error:
+        made_directories(parse(["--job-id=job", f"{flag}=link{below}", "x.py"], {}))
+    assert str(error.value) == (
+        f"{tmp_path}/link is a link to /gone/volume, which is not there: mount or make that, or choose another {flag}"
+    )
+
+
+def test_without_a_place_for_temporary_files_the_way_out_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own line names neither --log-dir nor TMPDIR."""
+    monkeypatch.chdir(tmp_path)
+
+    def fails(prefix: str) -> str:
+        raise PermissionError(13, "Permission denied", "/tmp/x")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", fails)
+    with pytest.raises(UsageError, match=r"\(Permission denied\): choose another TMPDIR, or give --log-dir$"):
+        made_directories(parse(["--job-id=job", "x.py"], {}))
