@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -23,6 +24,9 @@ _MARGIN = re.compile(r" *(\| ?|\+ |\+-[+-]*.*)")
 # The last line of a traceback: the exception's name, not indented, alone or with its text.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
 _BARE = "AssertionError"
+# What a write says that finds the disk full, without the file's name; and the lines that write to standard output.
+_FULL = f"OSError: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"
+_PRINTS = re.compile(r"print\((?!.*\bfile ?=)|sys\.stdout\.")
 _COMPILING = ("SyntaxError", "IndentationError", "TabError")
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)(, in (?P<function>.+))?')
 # torch begins each line with it, where there are several ranks.
@@ -81,8 +85,7 @@ def _exception(lines: Sequence[str]) -> tuple[str, list[re.Match[str]], tuple[st
         if frame := _FRAME.match(line):
             frames.append(frame)
         elif _EXCEPTION.match(line):
-            text = _asserted(lines[:number]) if line.strip() == _BARE else line.strip()
-            return text, frames, tuple(lines[number + 1 :])
+            return _explained(line.strip(), lines[:number]), frames, tuple(lines[number + 1 :])
     return None
 
 
@@ -106,10 +109,17 @@ def _not_compiled(lines: Sequence[str]) -> Raised | None:
     return Raised(text, _place(frames[-1]), rest)
 
 
-def _asserted(lines: Sequence[str]) -> str:
-    """An assertion without words of its own says at least what did not hold."""
+def _explained(text: str, lines: Sequence[str]) -> str:
+    """The exception's text; where it has no words of its own for it, with what the line above says of the cause.
+
+    Of an assertion that is what did not hold, and of a full disk that a line was printed there.
+    """
     code = next((line.strip() for line in reversed(lines) if line.strip().strip("^~")), "")
-    return f"{_BARE}: {code}" if code.startswith("assert ") else _BARE
+    if text == _BARE and code.startswith("assert "):
+        return f"{text}: {code}"
+    if text == _FULL and _PRINTS.match(code):
+        return f"{text}: the disk of its standard output is full"
+    return text
 
 
 def _with_more(text: str, rest: Sequence[str]) -> str:

@@ -63,6 +63,17 @@ def test_an_address_of_its_own_that_means_nothing_is_named(tmp_path: Path) -> No
         create(RendezvousParameters("dalsegno", "127.0.0.1:1", "job", 1, 2, **places))
 
 
+@pytest.mark.usefixtures("kept_environment")
+def test_a_directory_for_logs_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    """torch would show a stack."""
+    (tmp_path / "file").touch()
+    places = {"checkpoint_dir": str(tmp_path / "ck"), "log_dir": str(tmp_path / "file" / "logs")}
+    with pytest.raises(
+        SystemExit, match=r"^torchrun: error: log_dir in --rdzv-conf: .*/logs cannot be written \(Not a"
+    ):
+        create(RendezvousParameters("dalsegno", "127.0.0.1:1", "job", 1, 2, **places))
+
+
 @pytest.mark.slow
 def test_what_cannot_be_decided_ends_the_node(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

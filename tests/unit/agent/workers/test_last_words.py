@@ -77,6 +77,8 @@ OWN = '  File "/tmp/it/train.py", line 10, in main\n    load(path)\n    ^^^^^^^^
 LIBRARY = f'  File "{json.__file__}", line 346, in loads\n    return decode(s)\n'
 KEYS = '\tMissing key(s) in state_dict: "module.a", "module.b".\n\tUnexpected key(s) in state_dict: "a", "b".\n'
 ASSERTED = f'  File "{json.__file__}", line 9, in check\n    assert len(self.ckpt_list) > 0\n           ^^^^^^^^^~~~\n'
+PRINTED = '  File "/tmp/it/train.py", line 12, in main\n    print(loss)\n    ^^^^^^^^^^^\n'
+FULL = "OSError: [Errno 28] No space left on device"
 PROGRAM = '  File "/env/lib/python3.11/site-packages/clip/main.py", line 7, in main\n    train()\n'
 INSTALLED = '  File "/env/lib/python3.11/site-packages/torch/nn/module.py", line 5, in forward\n    return f(x)\n'
 
@@ -101,6 +103,11 @@ INSTALLED = '  File "/env/lib/python3.11/site-packages/torch/nn/module.py", line
         (f"{OWN}{ASSERTED}AssertionError\n", "AssertionError: assert len(self.ckpt_list) > 0 (train.py, line 10"),
         (f"{OWN}{ASSERTED}AssertionError: why\n", "AssertionError: why (train.py, line 10"),
         (f"{OWN}AssertionError\n", "AssertionError (train.py, line 10"),
+        # What it prints may go to a file; a file of its own is another matter.
+        (f"{OWN}{PRINTED}{FULL}\n", f"{FULL}: the disk of its standard output is full (train.py, line 12, in main)"),
+        (f"{OWN}{PRINTED.replace('print', 'sys.stdout.write')}{FULL}\n", "the disk of its standard output is full"),
+        (f"{OWN}{PRINTED.replace(')', ', file=log)')}{FULL}\n", f"{FULL} (train.py, line 12, in main)"),
+        (f"{OWN}{FULL}\n", f"{FULL} (train.py, line 10, in main)"),
         ('  File "/tmp/it/train.py", line 3\n    = 1\n    ^\nSyntaxError: invalid\n', "invalid (train.py, line 3)"),
         # The last of a chain.
         (f"{OWN}OSError: a\n\nDuring it\n\nTraceback (most recent call last):\n{OWN}KeyError: 'b'\n", "KeyError: 'b'"),
