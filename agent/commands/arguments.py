@@ -230,6 +230,16 @@ def _add_outages(group: _Group) -> None:
     )
 
 
+def _add_credentials(group: _Group) -> None:
+    for flag, text in (
+        ("--token-file", "token for --master (or DALSEGNO_TOKEN: itself)"),
+        ("--tls-ca", "speak TLS, also between agents; the master's authority (PEM)"),
+        ("--tls-cert", "this agent's certificate (PEM)"),
+        ("--tls-key", "its key (PEM)"),
+    ):
+        group.value(flag, default=None, type=path_text, metavar="FILE", help=text)
+
+
 def _add_ours(group: _Group) -> None:
     as_seconds = {"metavar": "SECONDS"}
     group.value("--job-id", default=None, type=job_id, help="the job; default: from user, script and arguments")
@@ -293,13 +303,7 @@ def _add_ours(group: _Group) -> None:
         help="note there what happens when at each change of the world (dalsegno pauses DIR)",
     )
     _add_where_to_begin(group)
-    for flag, text in (
-        ("--token-file", "token for --master (or DALSEGNO_TOKEN: itself)"),
-        ("--tls-ca", "speak TLS, also between agents; the master's authority (PEM)"),
-        ("--tls-cert", "this agent's certificate (PEM)"),
-        ("--tls-key", "its key (PEM)"),
-    ):
-        group.value(flag, default=None, type=path_text, metavar="FILE", help=text)
+    _add_credentials(group)
 
 
 def _add_torchrun(group: _Group) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.events import get_logging_handler
+from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 
