@@ -170,6 +170,11 @@ class Batches(Generic[T]):
         return self._plan
 
     @property
+    def data_epochs(self) -> int | None:
+        """Passes over the data, behind which they end; None: without end."""
+        return self._data_epochs
+
+    @property
     def rank(self) -> int:
         """The rank whose micro-batches these are."""
         return self._rank

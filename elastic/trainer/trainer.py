@@ -31,6 +31,7 @@ from ..saving.resuming import check_strategy
 from ..saving.unfit import Unfit
 from ..script.session import Session, session
 from ..training.accumulation import Accumulation
+from ..training.bounds import check_data_epochs, check_steps
 from ..training.draws import drawn_in
 from ..training.entry import move
 from ..training.saves import end_training
@@ -216,6 +217,7 @@ class Trainer:
         s = self._opened
         plan = plan_of(self, s.world_size)
         s.compare(alike_of(self, plan, self._strategy.name))
+        check_steps(s, self.max_steps)
         with s.meetings.telling():
             self._load(s, plan, stayed=stayed)
         if self._stays:
@@ -238,6 +240,7 @@ class Trainer:
             self._batches = batches_of(self, s, plan, self._strategy.scale)
         else:
             self._batches.go_on(plan, s.rank, s.resume)
+        check_data_epochs(s, self._batches)
         self._batches.check_samples(s, self.max_steps)
         setting = Setting(s, self._where, plan, self.max_grad_norm, self.grad_scaler)
         state = self._set_up(setting, stayed=stayed)

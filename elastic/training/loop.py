@@ -21,6 +21,7 @@ from ..saving.cadence import checked
 from ..saving.declared import strategy_of
 from ..saving.resuming import check_strategy
 from . import saves
+from .bounds import check_data_epochs, check_steps
 from .findings import loads_anywhere
 from .left_schedules import ScheduleWatch
 from .memory import MemorySaves
@@ -102,6 +103,7 @@ def steps(
         seed: The seed of the random generators, see ``BareSession.restore_rng``.
 
     Raises:
+        Refusal: A ValueError: the run is beyond the end that is given here.
         ValueError: The ranks were not started alike; a number is below 0; saves are wanted without ``save``; ``save``
             calls a DeepSpeed engine that is not of ``strategy``; the resume point is another strategy's, or of another
             order, or the data do not begin where it ended.
@@ -165,12 +167,14 @@ def _compare(
     if cadence.save_every < 0 or (max_steps is not None and max_steps < 0):
         raise ValueError(f"max_steps and save_every cannot be negative: {max_steps}, {cadence.save_every}")
     checked(cadence.memory_every)
+    check_steps(session, max_steps)
 
 
 def _same_data(session: BareSession, data: Any, options: dict[str, Any], max_steps: int | None) -> None:
     """Checks that all ranks have the data that the run began with. Collective; updates ``cut``, which says so."""
     # If only some ranks have Batches, and others a progress bar around them, those with Batches would wait here alone.
     if all(session.gather(hasattr(data, "check_samples"))):
+        check_data_epochs(session, data)
         data.check_samples(session, max_steps)
         if options["cut"] is not None:
             options["cut"] = replace(options["cut"], samples=data.cut.samples)

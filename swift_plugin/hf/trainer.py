@@ -23,6 +23,7 @@ from dalsegno.elastic.saving.optimizers import check_kept
 from dalsegno.elastic.trainer.strategies import resume_rates
 from dalsegno.elastic.training import wrappers
 from dalsegno.elastic.training.accumulation import has_static_graph, synchronised
+from dalsegno.elastic.training.bounds import check_steps
 from dalsegno.elastic.training.reading_state import load_part, read_tensors
 from dalsegno.elastic.training.sending import send_what_differs
 from dalsegno.elastic.training.staying import none_stays
@@ -131,6 +132,8 @@ class ElasticTrainer(SavingTrainer):
                 f"{run.session.resume.ref.name} is of step {run.session.step}, and its trainer_state.json of step "
                 f"{self.state.global_step}"
             )
+        if not run.stopped:  # such a one ends where it stands, whatever the number is
+            check_steps(run.session, self.state.max_steps)
         if run.session.rank == 0:
             say_what_changed(self, run.unfinished.hyperparameters)
         return found if run.loader.endless else run.place

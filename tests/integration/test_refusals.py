@@ -122,6 +122,21 @@ def test_what_batches_refuse_at_a_resume_is_one_start_and_one_line(shell: Shell,
     assert resumes(shell, job)
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_fewer_steps_than_were_made_finish_no_run(shell: Shell, plain: bool) -> None:
+    """A typo in their number finished it for good. It is one start and one line, and the right number goes on."""
+    job = Job(shell.directory, "1", steps=8, crash=5, plain=plain)
+    assert shell.run(*job.words("a", "--nproc-per-node=2", "--max-restarts=0")).code == FAILED
+    job.told = {**job.told, "crash": 0, "steps": 2}
+    ended = shell.run(*job.words("a", "--nproc-per-node=2", "--max-restarts=3"))
+    assert (ended.code, job.starts()) == (FAILED, 4), "one more start"
+    (line,) = [line for line in ended.said if "the training was refused: " in line]
+    wants = "the run is at step 4, and the script wants 2 steps: give at least 4, or another --job-id / --new-run"
+    assert wants in line
+    job.told = {**job.told, "steps": 8}
+    assert resumes(shell, job)
+
+
 # Its arguments are wrong, and that is seen before it has a session.
 WRONG_TRAINER = """
 import sys, torch

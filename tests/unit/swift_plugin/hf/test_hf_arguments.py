@@ -11,6 +11,7 @@ import torch
 from transformers import EarlyStoppingCallback, TrainingArguments
 
 from dalsegno.elastic import Drained
+from dalsegno.elastic.rank.agreement import Refusal
 from dalsegno.swift_plugin.hf import arguments
 from dalsegno.swift_plugin.hf.checkpoints import Unfinished
 from tests.unit.swift_plugin.hf import test_hf_trainer as hf
@@ -104,6 +105,17 @@ def test_one_line_says_what_becomes_of_other_arguments(
     assert said == [f"step 6 was saved with other arguments of the Trainer: {line}"]
     assert rates(found) == pytest.approx(wanted)
     assert [(one["weight_decay"], one["betas"][0]) for one in groups] in ([], [(0.1, 0.9), (0.0, 0.9)])
+
+
+@pytest.mark.parametrize("fewer", [{"max_steps": 5}, {"max_steps": -1, "num_train_epochs": 1}])
+def test_fewer_steps_than_were_made_are_refused(tmp_path: Path, said: list[str], fewer: dict[str, Any]) -> None:
+    """A typo finished the run for good. An epoch has 4 steps."""
+    drained(tmp_path)
+    wants = 4 if "num_train_epochs" in fewer else 5
+    with pytest.raises(Refusal, match=f"the run is at step 6, and the script wants {wants} steps: give at least 6, or"):
+        hf.train(hf.make(tmp_path, **{**FIRST, **fewer}))
+    assert said == []
+    hf.train(hf.make(tmp_path, **FIRST))
 
 
 def test_it_is_said_once(tmp_path: Path, said: list[str]) -> None:
