@@ -288,8 +288,20 @@ def what_is_unsaved(state: AgentState) -> str:
     if state.epoch.drained is not None and state.epoch.drained_in_memory:
         return what_goes_with_it(state)
     if state.epoch.outcome is Outcome.DRAINED:
-        return "its script saved nothing (steps() has no save=); the run goes on from its last commit, if it has one"
-    return "nothing was saved in time; the run goes on from its last commit, if it has one"
+        return f"its script saved nothing (steps() has no save=); the run goes on from {last_commit(state)}"
+    return f"nothing was saved in time; the run goes on from {last_commit(state)}"
+
+
+def last_commit(state: AgentState) -> str:
+    """The run's last commit, with its step where this node knows it, for a person.
+
+    One that is in memory alone may go with this node, and one that was sealed here may be recorded by now or not.
+    """
+    source = None if state.world is None else state.world.resume.source
+    began, epoch = 0 if source is None else source.step, state.epoch
+    on_disk = max(epoch.durable_step, 0 if source is None or source.in_memory else began)
+    sure = 0 < max(epoch.committed_step, epoch.sealed_step, began) <= on_disk
+    return f"its last commit, of step {on_disk}" if sure else "its last commit, if it has one"
 
 
 def what_goes_with_it(state: AgentState) -> str:

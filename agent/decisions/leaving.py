@@ -11,7 +11,7 @@ from .decision import Decision, awaits_its_commit, had_something_to_save, is_sav
 from .flash import is_pending
 from .last_copy import goes_with_it, is_safe
 from .memory import awaits_its_part, spill
-from .state import Leave, Outcome, Workers
+from .state import Epoch, Leave, Outcome, Workers
 
 # Seconds that a leaver whose notice has run out still waits for the processes that it has killed.
 KILL_PATIENCE_SECONDS = 2.0
@@ -77,9 +77,16 @@ def begin(decision: Decision, why: str, *, signalled: bool = True) -> None:
     if state.workers is Workers.RUNNING and not state.epoch.has_session:
         stop_unheard(decision, why)
     elif state.workers is Workers.RUNNING:
-        decision.do(ev.Say(f"{why}: saving at the next step boundary, then leaving", quoted=signalled))
+        decision.do(ev.Say(f"{why}: {what_comes_first(state.epoch)}", quoted=signalled))
     else:
         decision.do(ev.Say(f"{why}: leaving", quoted=signalled))
+
+
+def what_comes_first(epoch: Epoch) -> str:
+    """What ranks with a session are waited for to do, for a person."""
+    if epoch.tried_again and epoch.failed_step >= max(epoch.step, epoch.sealed_step + 1):
+        return f"leaving when step {epoch.failed_step}, the last one, is saved, which is tried again and again"
+    return "saving at the next step boundary, then leaving"
 
 
 def stop_unheard(decision: Decision, why: str) -> None:

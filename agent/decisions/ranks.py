@@ -61,7 +61,7 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
             epoch.step = max(epoch.step, message.draining.step)
             decision.report_progress()
         case "save_failed":
-            save_failed(decision, message.save_failed)
+            save_failed(decision, event.rank, message.save_failed)
         case "drained":
             epoch.drained_ranks = epoch.drained_ranks | {event.rank}
             if message.drained.name:
@@ -187,9 +187,12 @@ def save_ended(decision: Decision) -> None:
     decision.state.epoch.saving = SaveInFlight()
 
 
-def save_failed(decision: Decision, failed: worker_pb2.SaveFailed) -> None:
-    """A save failed; all ranks know it and train on."""
-    epoch = decision.state.epoch
+def save_failed(decision: Decision, rank: int, failed: worker_pb2.SaveFailed) -> None:
+    """A save failed; all ranks know it and train on. Only the last step's is tried again: no step follows it."""
+    epoch, first = decision.state.epoch, rank == global_rank(decision, 0)
+    if first:
+        epoch.tried_again = not failed.drain and 0 < failed.step == epoch.failed_step
+        epoch.failed_step = 0 if failed.drain else failed.step
     epoch.agreed = False
     save_ended(decision)
     known, epoch.save_failure = epoch.save_failure, (failed.step, failed.reason)
@@ -197,7 +200,8 @@ def save_failed(decision: Decision, failed: worker_pb2.SaveFailed) -> None:
     if decision.is_rank_zero() and epoch.save_failure != known:
         what = failed.name or f"step {failed.step}"  # its directory could not be made
         decision.do(ev.Say(f"saving {what} failed ({failed.reason}): the next save tries again, commits stand", True))
-    if failed.drain or decision.is_rank_zero():
+    # Once for each try, so that the master knows another one.
+    if failed.drain or (decision.is_rank_zero() and first):
         request = control_pb2.SaveFailedRequest(
             caller=decision.caller(),
             reason=failed.reason,

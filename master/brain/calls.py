@@ -294,6 +294,8 @@ def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) 
     if not member.group_rank:
         saves.note_failure(turn, message)
     if message.regular:
+        if not member.group_rank:
+            saves.note_attempt(turn, message)
         return OK
     drain = job.drain
     # Noted as a step, so that the next drain knows other nodes' late reports of this boundary for old ones.

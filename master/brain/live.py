@@ -80,6 +80,9 @@ class EpochLife:
     # People know that a full disk cannot be helped here, and why the last save failed: told anew behind a commit.
     shortage_told: bool = False
     failure_told: str = ""
+    # The step whose save failed last, and why if that was not the first time.
+    failed_step: int = 0
+    tried_again: str = ""
     top_step: int = 0
     # Loss of the last step; NaN: nobody has reported one.
     loss: float = math.nan

@@ -329,7 +329,8 @@ def draining(turn: Turn) -> bool:
 
 def boundary_of(turn: Turn, drain: Drain) -> str:
     silent = waits.unheard(turn)
-    return f"{drain.subject} waits for a step boundary of all ranks{f' ({silent})' if silent else ''}"
+    awaited = saves.last_failing(turn) or "a step boundary of all ranks"
+    return f"{drain.subject} waits for {awaited}{f' ({silent})' if silent else ''}"
 
 
 def agree(turn: Turn, step: int) -> bool:

@@ -57,6 +57,22 @@ def note_failure(turn: Turn, message: control_pb2.SaveFailedRequest) -> None:
     turn.note(Kind.REMARK, text, warning=True, step=message.step)
 
 
+def note_attempt(turn: Turn, message: control_pb2.SaveFailedRequest) -> None:
+    """Notes that a save failed that was no drain's. Only the last step is saved again and again: no step follows it."""
+    epoch = turn.open
+    epoch.tried_again = message.reason if 0 < message.step == epoch.failed_step else ""
+    epoch.failed_step = message.step
+
+
+def last_failing(turn: Turn) -> str:
+    """The save of the last step, if that is tried again and again, for a line that waits for it; empty: it is not."""
+    epoch = turn.open
+    saved = turn.job.checkpoints.last_step(turn.job.epoch)
+    if not epoch.tried_again or epoch.failed_step < epoch.top_step or epoch.failed_step <= saved:
+        return ""
+    return f"the save of step {epoch.failed_step}, the last one, which is tried again ({epoch.tried_again})"
+
+
 def note_written(turn: Turn) -> None:
     """Notes the bytes written. A checkpoint is one directory, so each node sees what all nodes have written.
 

@@ -227,8 +227,9 @@ class Node:
             )
         )
 
-    def save_failed(self, step: int = 0) -> Reply:
-        return self.job.call(control_pb2.SaveFailedRequest(caller=self.caller(), reason="disk full", step=step))
+    def save_failed(self, step: int = 0, *, regular: bool = False) -> Reply:
+        failed = {"reason": "disk full", "step": step, "regular": regular}
+        return self.job.call(control_pb2.SaveFailedRequest(caller=self.caller(), **failed))
 
     def commit(self, checkpoint: control_pb2.Checkpoint) -> Reply:
         return self.job.call(control_pb2.CommitRequest(caller=self.caller(checkpoint.epoch), checkpoint=checkpoint))

@@ -637,6 +637,40 @@ def test_a_failed_save_is_told_by_its_step_where_it_has_no_name(name: str, what:
     assert said == ev.Say(f"saving {what} failed (disk full): the next save tries again, commits stand", True)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_last_save_that_fails_again_and_again_is_what_a_leaver_waits_for(place: int) -> None:
+    """No boundary comes any more. All ranks of the node tell of each try, and the master hears once of it."""
+    agent = Agent(nproc=2).registered().running(rank=place)
+    first = 2 * place
+    failed = worker_pb2.SaveFailed(name="step-9.e1.1", reason="disk full", step=9)
+    again = copy.deepcopy(agent)
+    for one, tries in ((agent, 1), (again, 2)):
+        for number in range(tries):
+            one.said(first, progress=worker_pb2.Progress(step=9))
+            one.said(first + 1, save_failed=failed)
+            one.said(first, save_failed=failed)
+            assert len(one.calls("ReportSaveFailed")) == (0 if place else number + 1)
+        one.hear(ev.Signalled(signal.SIGINT))
+    lines = [one.did(ev.Say)[-1].text for one in (agent, again)]
+    assert lines == [
+        "SIGINT: saving at the next step boundary, then leaving",
+        "SIGINT: leaving when step 9, the last one, is saved, which is tried again and again",
+    ]
+
+
+@pytest.mark.parametrize("then", [{"progress": worker_pb2.Progress(step=10)}, {"sealed": True}])
+def test_a_save_that_was_tried_again_is_over_with_the_next_step_or_a_seal(then: dict[str, Any]) -> None:
+    """A leaver waits for a boundary again."""
+    agent = Agent().registered().running()
+    for _ in range(2):
+        agent.said(save_failed=worker_pb2.SaveFailed(name="step-9.e1.1", reason="disk full", step=9))
+    if "sealed" in then:
+        then = {"sealed": worker_pb2.Sealed(name="step-9.e1.1", digest="d", step=9)}
+    agent.said(**then)
+    agent.hear(ev.Signalled(signal.SIGINT))
+    assert agent.did(ev.Say)[-1].text == "SIGINT: saving at the next step boundary, then leaving"
+
+
 def test_a_drain_that_was_withdrawn_is_not_agreed_any_more() -> None:
     """The ranks have saved, and made another step: what they say of it does not speak of the next drain."""
     agent = Agent().registered().running()
@@ -919,7 +953,39 @@ def test_a_notice_that_runs_out_is_76() -> None:
     assert "StopWorkers" in kinds(agent.waits(10.1))
     agent.hear(ev.WorkersStopped(1))
     agent.waits(6)
-    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
+    (exit_,) = agent.did(ev.Exit)
+    assert exit_.code == ev.EXIT_LEFT_UNSAVED
+    assert exit_.message.endswith("nothing was saved in time; the run goes on from its last commit, if it has one")
+
+
+@pytest.mark.parametrize(
+    ("resumed", "head", "sealed", "said"),
+    [
+        (0, {"epoch": 1, "step": 60}, 0, "of step 60"),
+        (40, {}, 0, "of step 40"),
+        (40, {"epoch": 1, "step": 60}, 0, "of step 60"),
+        # What is in memory may go with this node, and a sealed one may be recorded by now.
+        (40, {"epoch": 1, "step": 60, "in_memory": True}, 0, "if it has one"),
+        (40, {"epoch": 1, "step": 60}, 80, "if it has one"),
+    ],
+)
+def test_a_leaver_names_the_last_commit_that_it_knows(
+    resumed: int, head: dict[str, Any], sealed: int, said: str
+) -> None:
+    """So that people see what was lost: all steps may have been made, and only their save failed."""
+    agent = Agent().registered().running()
+    assert agent.state.world is not None
+    agent.state.world.resume.source.step = resumed
+    if head:
+        agent.directed(head=control_pb2.Checkpoint(**head))
+    agent.state.epoch.sealed_step = sealed
+    agent.said(progress=worker_pb2.Progress(step=200))
+    agent.hear(ev.Signalled(signal.SIGINT))
+    agent.waits(10.1)
+    agent.hear(ev.WorkersStopped(1))
+    agent.waits(6)
+    (exit_,) = agent.did(ev.Exit)
+    assert exit_.message.endswith(f"nothing was saved in time; the run goes on from its last commit, {said}")
 
 
 def test_a_notice_that_runs_out_while_all_save_says_that_the_others_go_on() -> None:

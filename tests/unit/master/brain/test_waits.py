@@ -125,6 +125,46 @@ def test_a_step_boundary_that_does_not_come_is_said() -> None:
     assert "--drain-timeout" in line
 
 
+def test_a_last_save_that_fails_again_and_again_is_what_is_waited_for() -> None:
+    """All steps are made: no boundary comes. Of one failure nobody knows that, as the ranks may train on behind it."""
+    job = Driven(settings(drain_timeout=30.0))
+    a, b = job.start(2)
+    a.step(20)
+    a.save(10)
+    a.save_failed(20, regular=True)
+    b.leave(notice=30.0)
+    job.wait(SOON)
+    assert said(job, f"the drain ({b.name} leaves) waits for a step boundary of all ranks")
+    a.save_failed(20, regular=True)
+    job.wait(2 * SOON)
+    waits = f"the drain ({b.name} leaves) waits for the save of step 20, the last one, which is tried again (disk full)"
+    (line,) = said(job, waits)
+    assert "s more (--drain-timeout)" in line
+    assert len(said(job, "a step boundary")) == 1
+
+
+@pytest.mark.parametrize("then", ["a step", "a commit", "another save"])
+def test_a_save_that_is_not_the_last_one_is_not_waited_for(then: str) -> None:
+    """The ranks have trained on, or it has come to something."""
+    job = Driven(settings(drain_timeout=30.0))
+    a, b = job.start(2)
+    a.step(20)
+    a.save_failed(20, regular=True)
+    if then != "another save":
+        a.save_failed(20, regular=True)
+    match then:
+        case "a step":
+            a.step(21)
+        case "a commit":
+            a.save(20)
+        case _:
+            a.step(21)
+            a.save_failed(21, regular=True)
+    b.leave(notice=30.0)
+    job.wait(SOON)
+    assert said(job, f"the drain ({b.name} leaves) waits for a step boundary of all ranks")
+
+
 def test_who_is_silent_while_all_are_waited_for_is_named() -> None:
     """Its agent is stopped, perhaps (Ctrl-Z)."""
     job = Driven(settings(drain_timeout=60.0, node_timeout=60.0))
