@@ -40,6 +40,7 @@ from ..storage.best_save import BestRule
 from ..storage.complaint import of_another
 from ..storage.job_directory import JobDirectory
 from ..storage.macros import SAVE_DIR, macros_of
+from ..storage.namesake import unfinished
 from ..workers.attempts import forgetting
 from ..workers.last_words import without_file
 from ..workers.own_address import NoAddressError
@@ -243,6 +244,13 @@ def _connect(
         return _Source(addresses_of(addresses), files.read)
     if by_default:
         console.say(f"job {options.job_id} (the same command in another terminal joins it); logs in {log_dir}")
+        means_it = options.new_run or options.initial_checkpoint
+        if not means_it and (other := unfinished(directory)) is not None:
+            job, step = other
+            console.say(
+                f"{job}, a job of a script of this name, is at step {step} here: --job-id={job} goes on with it; this"
+                " one begins at step 0"
+            )
     listen = LOOPBACK
     if options.meet:
         host, port = host_and_port(options.meet)

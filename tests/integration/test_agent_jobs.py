@@ -17,6 +17,7 @@ from dalsegno.agent.processes.proc import start_time
 from tests.support.jobs.local_processes import is_same_process, process_state
 from tests.support.jobs.master_process import master_process
 from tests.support.jobs.programs import Programs, wait_for
+from tests.unit.agent.storage.test_survey import put
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.executed]
 
@@ -119,6 +120,24 @@ def test_workers_do_not_see_the_master(programs: Programs) -> None:
     } == expected
     assert not [name for name, value in environment.items() if "sesame" in value or master.address in value]
     assert f"dlrover-run: job {job} (from user, script and arguments" in text
+
+
+def test_another_argument_is_told_of_the_job_without_it(programs: Programs) -> None:
+    """It is another job, from step 0. Once: at its next start it has begun, and `--new-run` means it."""
+    script = programs.directory / "mini.py"
+    script.write_text("print('TRAINED')\n")
+    other = default_job_id(parse([str(script), "--steps=900"], {}), getpass.getuser())
+    (programs.directory / "ck" / ".dalsegno" / other).mkdir(parents=True)
+    put(programs.directory / "ck" / other / "run-0001", "step-99.e1.1")
+    line = (
+        f"dlrover-run: {other}, a job of a script of this name, is at step 99 here: --job-id={other} goes on with it;"
+        " this one begins at step 0"
+    )
+    for name, steps, flags, told in (("a", 500, [], 1), ("b", 500, [], 0), ("c", 600, ["--new-run"], 0)):
+        assert programs.agent(name, *flags, str(script), f"--steps={steps}", job="").wait(90) == 0, programs.log(name)
+        assert programs.log(name).splitlines().count(line) == told, programs.log(name)
+    assert programs.agent("named", str(script), "--steps=700", job="mini-00000000").wait(90) == 0
+    assert line not in programs.log("named")
 
 
 def test_status_of_an_embedded_job(programs: Programs) -> None:
