@@ -363,7 +363,7 @@ class Epoch:
     agreed: bool = False
     # The step of the last save that failed, and why.
     save_failure: tuple[int, str] = (0, "")
-    # The step of the last one that was no drain's, as the first rank here tells of it; and whether it had failed before.
+    # The step of the last one that was no drain's, as the first rank here tells; and whether it had failed before.
     failed_step: int = 0
     tried_again: bool = False
     anyone_sees_master: bool = False
