@@ -14,6 +14,7 @@ from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import build_parser, parse
 from dalsegno.agent.commands.endpoint import answers, local_address, split, wait_for_name
 from dalsegno.agent.commands.unused import ignored
+from dalsegno.agent.processes.signals import SignalWatch
 from dalsegno.agent.shell.console import RunConsole
 from dalsegno.agent.storage.job_directory import JobDirectory
 from dalsegno.protos.options import UsageError
@@ -137,7 +138,7 @@ def test_the_others_wait_for_the_node_that_hosts_it(
         options = parse(["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=j", SCRIPT], {})
         directory = JobDirectory(tmp_path, "j")
         directory.prepare()
-        source = launch._connect(options, None, directory, RunConsole(), tmp_path)
+        source = launch._connect(options, None, directory, RunConsole(), tmp_path, SignalWatch((), print))
     assert source.addresses() == (address,)
     assert (f"waiting for the master at {address}" in caplog.text) != hosted
     connector = source.connector()
@@ -152,7 +153,8 @@ def test_credentials_mean_a_master_that_is_a_service(tmp_path: Path) -> None:
     """Nothing is started at the meeting point then."""
     options = parse(["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=j", SCRIPT], {})
     directory = JobDirectory(tmp_path, "j")
-    source = launch._connect(options, "sesame-sesame-sesame-sesame", directory, RunConsole(), tmp_path)
+    watch = SignalWatch((), print)
+    source = launch._connect(options, "sesame-sesame-sesame-sesame", directory, RunConsole(), tmp_path, watch)
     assert source.embedded is None
     assert source.connector().token() == "sesame-sesame-sesame-sesame"
 
@@ -171,7 +173,7 @@ def test_a_claim_of_another_user_is_told_with_its_owner(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "geteuid", lambda: 6001)
     options = parse(["--job-id=j", SCRIPT], {})
     with pytest.raises(UsageError, match=r"claim\.json belongs to user .*: let one user run all of a job, or give"):
-        launch._connect(options, None, directory, RunConsole(), tmp_path)
+        launch._connect(options, None, directory, RunConsole(), tmp_path, SignalWatch((), print))
 
 
 @pytest.mark.slow

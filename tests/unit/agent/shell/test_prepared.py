@@ -15,7 +15,8 @@ from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
 from dalsegno.agent.script import FLAG
 from dalsegno.agent.shell import elastic_agent
-from dalsegno.agent.shell.elastic_agent import ElasticAgent, _Exited
+from dalsegno.agent.shell.elastic_agent import ElasticAgent
+from dalsegno.agent.shell.own_events import Exited
 
 
 def agent_that_prepares() -> ElasticAgent:
@@ -73,7 +74,7 @@ def test_a_second_start_without_the_flag_that_fails_is_an_event() -> None:
     agent._arguments = lambda world: ("x", FLAG)
     agent._mailbox, agent._adoption, agent._worker_group = MagicMock(), MagicMock(), None
     agent._start_workers = MagicMock(side_effect=OSError(28, os.strerror(28)))
-    agent._handle(_Exited(3, 0, 2, "unrecognized arguments", start=1))
+    agent._handle(Exited(3, 0, 2, "unrecognized arguments", start=1))
     (failed,) = [one.args[0] for one in agent._mailbox.put.call_args_list if isinstance(one.args[0], ev.StartFailed)]
     assert failed.epoch == 3
     assert "No space left on device" in failed.message
@@ -90,8 +91,8 @@ def test_a_second_start_that_fails_is_told_with_its_own_cause(monkeypatch: pytes
     agent._arguments = lambda world: ("x", FLAG) if agent._use_flag else ("x",)
     events: list[ev.Event] = []
     agent._mailbox, agent._adoption, agent._worker_group = SimpleNamespace(put=events.append), MagicMock(), None
-    refused = [_Exited(3, rank, 2, "unrecognized arguments", start=1) for rank in range(2)]
-    killed = _Exited(3, 1, -9, start=1)
+    refused = [Exited(3, rank, 2, "unrecognized arguments", start=1) for rank in range(2)]
+    killed = Exited(3, 1, -9, start=1)
     agent._context.stop = lambda grace: events.extend([refused[1], killed])
     agent._start_workers = MagicMock(side_effect=OSError(28, os.strerror(28)))
     decided: list[ev.Event] = []

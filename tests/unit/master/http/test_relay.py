@@ -62,10 +62,10 @@ def test_bad_files_and_stores_are_one_line(tmp_path: Path) -> None:
         ([], "--job-id is missing"),
     ],
 )
-def test_flags_that_do_not_go_together(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_do_not_go_together(arguments: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, and one line."""
     assert cli.main([*arguments, "--store=sqlite:///c.db"]) == 2
-    said = capsys.readouterr()
+    said = capfd.readouterr()
     assert (said.out, said.err.count("\n"), line in said.err) == ("", 1, True)
 
 
