@@ -25,7 +25,8 @@ def check_steps(session: BareSession, max_steps: int | None) -> None:
         Refusal: There are more. As many are the end: perhaps the run has just not been called finished yet.
     """
     if max_steps is not None and session.step > max_steps:
-        wants = f"the run is at step {session.step}, and the script wants {max_steps} steps"
+        plural = "" if max_steps == 1 else "s"
+        wants = f"the run is at step {session.step}, and the script wants {max_steps} step{plural}"
         _refuse(session, f"{wants}: give at least {session.step}")
 
 

@@ -103,10 +103,9 @@ def steps(
         seed: The seed of the random generators, see ``BareSession.restore_rng``.
 
     Raises:
-        Refusal: A ValueError: the run is beyond the end that is given here.
-        ValueError: The ranks were not started alike; a number is below 0; saves are wanted without ``save``; ``save``
-            calls a DeepSpeed engine that is not of ``strategy``; the resume point is another strategy's, or of another
-            order, or the data do not begin where it ended.
+        ValueError: The ranks were not started alike; a number is below 0, or below what the run has made; saves are
+            wanted without ``save``; ``save`` calls a DeepSpeed engine that is not of ``strategy``; the resume point is
+            another strategy's, or of another order, or the data do not begin where it ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
         SaveError: The script's ``save`` has a mistake (found before the first step if ``rehearsal`` can see it, else at
             the first save), or the final save failed again and again.

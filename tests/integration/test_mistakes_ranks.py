@@ -378,6 +378,9 @@ OTHER_CUTS = {
 }
 CUTS = {
     "fixed": Told("ours", {**FIXED, "max_steps": 2}),
+    "fewer steps": Told("ours", {**FIXED, "max_steps": 1}, after="fixed"),
+    "two epochs": Told("ours", {"max_steps": None, "data_epochs": 2}),
+    "fewer epochs": Told("ours", {"max_steps": None, "data_epochs": 1}, after="two epochs"),
     **{name: Told("ours", options, after="fixed") for name, (options, _) in OTHER_CUTS.items()},
     "the same cut": Told("ours", FIXED, after="fixed"),
     "cut by the world": Told("ours", {"micro": 3, "max_steps": 2}),
@@ -424,6 +427,20 @@ def test_what_only_rounds_is_not_refused(cut: dict[str, Came]) -> None:
     by_world, fixed = Cut(False, False), Cut(False, False, 3, False, 5)
     assert set(cuts(cut["the same cut"])) == {fixed}
     assert cuts(cut["fixed from now on"]) == [by_world, by_world, fixed]
+
+
+@brings(
+    "a `max_steps` or `data_epochs` below what the run has made",
+    Comes.REFUSED,
+    "the run would be finished at once, and [stay so](reference.md#a-master-that-is-a-service)",
+    "the number at which it is to end; to train less, go back with `--resume-step`",
+)
+def test_a_run_beyond_its_end_is_not_finished(cut: dict[str, Came]) -> None:
+    """A typo finished it for good. The other cases go on with it."""
+    steps = "Refusal: the run is at step 2, and the script wants 1 step: give at least 2, or another checkpoint_dir"
+    assert cut["fewer steps"].refused == steps
+    epochs = "Refusal: the run is at step 8, in data epoch 2, and data_epochs is 1: give at least 2, or another "
+    assert cut["fewer epochs"].refused == f"{epochs}checkpoint_dir"
 
 
 def cuts(came: Came) -> list[Cut]:
