@@ -68,6 +68,21 @@ def ordered(decision: Decision, *, stop: bool) -> None:
         state.leave.stop = state.leave.stop or stop
 
 
+def unfit(decision: Decision, why: str) -> None:
+    """This node can start no workers any more: it goes, as on a notice, once what it has in memory is safe.
+
+    Each further try would cost all nodes a restart, and the job would fail for what is wrong on this one.
+    """
+    state = decision.state
+    state.workers, state.epoch.outcome = Workers.NONE, Outcome.STOPPED
+    decision.do(ev.Say(why, True))
+    if state.leave is None:
+        notice = state.settings.drain_timeout
+        state.leave = Leave(decision.now + notice, signalled=False, unfit=True)
+        decision.call("Leave", control_pb2.LeaveRequest(caller=decision.caller(), notice=notice))
+    check_leave(decision)
+
+
 def begin(decision: Decision, why: str, *, signalled: bool = True) -> None:
     """Begins a notice: `why` is for people."""
     state = decision.state

@@ -8,9 +8,9 @@ from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.signal_names import how_ended
 
 from . import events as ev
-from . import keeping, memory
+from . import keeping, leaving, memory
 from .decision import Decision, has_made_nothing
-from .state import Leave, Outcome, SaveInFlight, Workers
+from .state import Outcome, SaveInFlight, Workers
 from .worker_checks import MOST
 
 # The most manifests read at the same time: one follows the other, unless the disk is very slow.
@@ -360,11 +360,7 @@ def start_failed(decision: Decision, event: ev.StartFailed) -> None:
     if event.epoch != state.started or state.workers is not Workers.RUNNING:
         return
     if event.unfit:
-        # Each further try would cost all nodes a restart, and the job would fail for what is wrong on this one.
-        state.workers, state.epoch.outcome = Workers.NONE, Outcome.STOPPED
-        state.leave = state.leave or Leave(decision.now, unfit=True)
-        decision.do(ev.Say(event.message, True))
-        decision.exit_left()
+        leaving.unfit(decision, event.message)
         return
     state.epoch.outcome = Outcome.FAILED
     report_failure(decision, event.message, 1)

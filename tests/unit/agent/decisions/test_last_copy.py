@@ -208,3 +208,21 @@ def test_what_finished_ranks_saved_for_a_crash_alone_holds_nobody() -> None:
     agent.hear(TERM)
     (left,) = agent.did(ev.Exit)
     assert left.code == ev.EXIT_LEFT
+
+
+def test_a_node_that_can_start_no_workers_writes_what_it_has_first() -> None:
+    """Its working directory is gone. What it alone had in memory went with it, at once."""
+    agent = Agent().registered().running()
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.exits(1)
+    agent.hear(ev.WorkersStopped(1))
+    agent.directed(epoch=2, run=world(epoch=2), head=STEP)
+    assert agent.state.started == 2
+    agent.hear(ev.StartFailed(2, "the working directory /x is gone", unfit=True))
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+    assert not agent.did(ev.Exit)
+    assert agent.calls("Leave")[-1].notice > 0
+    agent.hear(ev.MadeDurable(REF))
+    (left,) = agent.did(ev.Exit)
+    assert left.code == ev.EXIT_LEFT
+    assert left.message == "left, as no workers can be started here; what was in memory here is on the disk"
