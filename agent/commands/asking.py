@@ -24,7 +24,7 @@ from dalsegno.protos.contract import Variable
 from dalsegno.protos.plain_json import plain
 from dalsegno.protos.text import one_line
 
-from ..control.claim import Claim, ClaimFile
+from ..control.claim import ClaimFile
 from ..control.connection import RETRIED, Credentials, code_of, detail_of, leader_of
 from ..control.credentials import CredentialFiles
 from ..control.handshake import mismatch
@@ -292,12 +292,13 @@ def _enter_all(private: Path) -> None:
 def _the_one(private: Path, jobs: Sequence[str]) -> str | None:
     """The job that a person means who names none: the only one, or the only one that has a master now."""
     if len(jobs) > 1:
-        jobs = [job for job in jobs if _is_served(ClaimFile(private / job).read())]
+        jobs = [job for job in jobs if is_served(private / job)]
     return jobs[0] if len(jobs) == 1 else None
 
 
-def _is_served(claim: Claim | None) -> bool:
-    """Whether a process listens at the claim's address."""
+def is_served(private: Path) -> bool:
+    """Whether a process listens where the claim in a job's private directory says that its master is."""
+    claim = ClaimFile(private).read()
     return claim is not None and answers(claim.address, _LOOK_SECONDS)
 
 

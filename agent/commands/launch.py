@@ -45,6 +45,7 @@ from ..workers.attempts import forgetting
 from ..workers.last_words import without_file
 from ..workers.own_address import NoAddressError
 from ..workers.torch_versions import known
+from .asking import is_served
 from .beginning import Beginning
 from .endpoint import answers, local_address, wait_for_name
 
@@ -245,7 +246,7 @@ def _connect(
     if by_default:
         console.say(f"job {options.job_id} (the same command in another terminal joins it); logs in {log_dir}")
         means_it = options.new_run or options.initial_checkpoint
-        if not means_it and (other := unfinished(directory)) is not None:
+        if not means_it and (other := unfinished(directory, is_served)) is not None:
             job, step = other
             console.say(
                 f"{job}, a job of a script of this name, is at step {step} here: --job-id={job} goes on with it; this"

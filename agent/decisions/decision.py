@@ -300,7 +300,8 @@ def last_commit(state: AgentState) -> str:
     source = None if state.world is None else state.world.resume.source
     began, epoch = 0 if source is None else source.step, state.epoch
     on_disk = max(epoch.durable_step, 0 if source is None or source.in_memory else began)
-    sure = 0 < max(epoch.committed_step, epoch.sealed_step, began) <= on_disk
+    # While no master is heard, others may have saved more.
+    sure = state.contact.up and 0 < max(epoch.committed_step, epoch.sealed_step, began) <= on_disk
     return f"its last commit, of step {on_disk}" if sure else "its last commit, if it has one"
 
 

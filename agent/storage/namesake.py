@@ -6,9 +6,11 @@ script is recorded, so it is a script of this name, and perhaps not this one.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointName, is_checkpoint_name
@@ -21,27 +23,30 @@ from .survey import runs_in_order
 __all__ = ["unfinished"]
 
 _BY_DEFAULT = re.compile("(.+)-[0-9a-f]{8}")
-# The newest jobs of that name that are looked into: a directory may hold thousands, on a slow file system.
-_MOST = 3
+# The newest jobs of that name that are looked into, of the first so many: a directory may hold thousands, and be slow.
+_MOST, _MOST_OF_THE_NAME = 3, 200
 
 logger = logging.getLogger(__name__)
 
 
-def unfinished(directory: JobDirectory) -> tuple[str, int] | None:
-    """The newest unfinished job of a script of the same name, and its step; None: there is none.
+def unfinished(directory: JobDirectory, is_served: Callable[[Path], bool]) -> tuple[str, int] | None:
+    """The newest unfinished job of a script of the same name that nobody runs now, and its step; None: there is none.
 
     Args:
         directory: the job's, prepared. If the job has a run already, nothing is looked for.
+        is_served: whether a job has a master just now, by its private directory.
     """
     try:
         if runs_in_order(os.listdir(directory.runs)):
             return None
         with os.scandir(directory.root) as entries:
-            others = [entry for entry in entries if entry.name != directory.job_id and _alike(entry, directory.job_id)]
+            alike = (entry for entry in entries if entry.name != directory.job_id and _alike(entry, directory.job_id))
+            others = list(itertools.islice(alike, _MOST_OF_THE_NAME))
             newest = sorted(others, key=lambda entry: entry.stat().st_mtime, reverse=True)[:_MOST]
         for entry in newest:
             # Nobody else may go on with it.
-            if _owner(directory.root / PRIVATE / entry.name) != _owner(directory.private):
+            private = directory.root / PRIVATE / entry.name
+            if _owner(private) != _owner(directory.private) or is_served(private):
                 continue
             if (step := _step(Path(entry.path))) is not None:
                 return entry.name, step

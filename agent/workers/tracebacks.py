@@ -24,9 +24,10 @@ _MARGIN = re.compile(r" *(\| ?|\+ |\+-[+-]*.*)")
 # The last line of a traceback: the exception's name, not indented, alone or with its text.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
 _BARE = "AssertionError"
-# What a write says that finds the disk full, without the file's name; and the lines that write to standard output.
+# What a write says that finds the disk full, without the file's name; and the lines that write to standard output. Of a
+# call over several lines only the first is shown, and the file may stand on another.
 _FULL = f"OSError: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"
-_PRINTS = re.compile(r"print\((?!.*\bfile ?=)|sys\.stdout\.")
+_PRINTS = re.compile(r"print\((?!.*\bfile ?=).*\)$|sys\.stdout\.")
 _COMPILING = ("SyntaxError", "IndentationError", "TabError")
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)(, in (?P<function>.+))?')
 # torch begins each line with it, where there are several ranks.

@@ -169,7 +169,7 @@ class WorkersContext(SubprocessContext):
         self._script = script
         self._home = home
         # NUMA binding happens in the command line, which an adopted process has already left behind.
-        self._pool = pool if script.adoptable and numa_options is None else None
+        self._pool = pool if numa_options is None else None
         self._lifeline = lifeline
         self._link = link
         self._on_exit = on_exit
@@ -297,6 +297,8 @@ class WorkersContext(SubprocessContext):
 
     def _start(self) -> None:
         directory = self._home.enter()
+        # Behind it: the script may be looked for in that directory.
+        self._pool = self._pool if self._script.adoptable else None
         for rank in range(self.nprocs):
             process = self._adopt(rank, directory) or self._start_cold(rank)
             ended = threading.Event()

@@ -107,6 +107,8 @@ INSTALLED = '  File "/env/lib/python3.11/site-packages/torch/nn/module.py", line
         (f"{OWN}{PRINTED}{FULL}\n", f"{FULL}: the disk of its standard output is full (train.py, line 12, in main)"),
         (f"{OWN}{PRINTED.replace('print', 'sys.stdout.write')}{FULL}\n", "the disk of its standard output is full"),
         (f"{OWN}{PRINTED.replace(')', ', file=log)')}{FULL}\n", f"{FULL} (train.py, line 12, in main)"),
+        # Of a call over several lines the first is shown: the file may stand on another.
+        (f"{OWN}{PRINTED.replace('loss)', '')}{FULL}\n", f"{FULL} (train.py, line 12, in main)"),
         (f"{OWN}{FULL}\n", f"{FULL} (train.py, line 10, in main)"),
         ('  File "/tmp/it/train.py", line 3\n    = 1\n    ^\nSyntaxError: invalid\n', "invalid (train.py, line 3)"),
         # The last of a chain.

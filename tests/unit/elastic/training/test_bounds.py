@@ -48,6 +48,7 @@ def test_a_run_beyond_the_scripts_last_step_is_refused(tmp_path: Path) -> None:
         train(tmp_path, 2)
     assert finished_at(tmp_path) == 5
     assert train(tmp_path, 5) == (0, 5), "as many are the end"
+    assert train(tmp_path, 0) == (0, 5), "it is only evaluated"
     assert train(tmp_path, 7) == (2, 7)
 
 
