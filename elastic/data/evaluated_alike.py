@@ -14,7 +14,7 @@ import torch
 from ..rank.envelopes import Refusal, Statement, Trouble, Unlike, judge
 from ..rank.meetings import is_mistake
 from .counts import gather_over_ranks, world_size_of
-from .evaluated_samples import NOTHING, EvaluatedSamples
+from .evaluated_samples import NOTHING, PATIENCE_SECONDS, EvaluatedSamples
 from .prints import Likeness
 from .same_data import compared
 
@@ -24,7 +24,12 @@ _UNLIKE = "the ranks do not evaluate alike"
 
 
 def compare(
-    tell: Callable[[], Mapping[str, Any]], device: torch.device, samples: EvaluatedSamples | None = None
+    tell: Callable[[], Mapping[str, Any]],
+    device: torch.device,
+    samples: EvaluatedSamples | None = None,
+    *,
+    busy: Callable[[], None] = lambda: None,
+    patience_seconds: float = PATIENCE_SECONDS,
 ) -> Mapping[str, Any]:
     """Compares what the ranks evaluate. Collective over the default group: one gather; none if there is one rank.
 
@@ -33,6 +38,8 @@ def compare(
         device: As of ``Counts``.
         samples: Of the data set whose length ``tell`` says: a few are compared, too. Then a second gather follows if
             they differ.
+        busy: Called before and behind each look at them.
+        patience_seconds: As of ``EvaluatedSamples.told``.
 
     Returns:
         What ``tell`` has returned.
@@ -55,7 +62,12 @@ def compare(
 
     def seen(*, patient: bool) -> Mapping[str, Any]:
         length = told.get(LENGTH)
-        return NOTHING if samples is None or length is None else samples.told(length, patient=patient)
+        if samples is None or length is None:
+            return NOTHING
+        busy()
+        found = samples.told(length, patient=patient, patience_seconds=patience_seconds)
+        busy()
+        return found
 
     said = {"alike": told, "problem": problem, "final": failed is None or is_mistake(failed)}
     answers = gather_over_ranks({**said, "samples": seen(patient=False)}, device)

@@ -6,6 +6,7 @@ It is taken once in a process, by whoever reads these data: this process, or one
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +19,10 @@ from .looking import Inspected, Inspection, look_at
 
 log = logging.getLogger(__name__)
 
-# How often a sample is read, and for how many seconds at most; the second pair if a look finds a difference.
-_AT_ONCE, _PATIENT = (2, 1.0), (12, 20.0)
+# Seconds for which a look that has found a difference reads more samples at most; and where a leave may wait for it.
+PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS = 20.0, 5.0
+# How often a sample is read, and for how many seconds at most, at first; how often if that finds a difference.
+_AT_ONCE, _OFTEN = (2, 1.0), 12
 # Of a rank that has not looked.
 NOTHING: Mapping[str, Any] = {"prints": {}, "varies": False}
 
@@ -36,20 +39,25 @@ class EvaluatedSamples:
         self._dataset, self._options = dataset, options
         self._told: Mapping[str, Any] | None = None
 
-    def told(self, length: int, *, patient: bool) -> Mapping[str, Any]:
+    def told(self, length: int, *, patient: bool, patience_seconds: float = PATIENCE_SECONDS) -> Mapping[str, Any]:
         """What ``same_data.compared`` takes of one rank, as plain values. It raises nothing.
 
         Args:
             length: Samples of the data set.
             patient: Look more often than before: something differs.
+            patience_seconds: For so long at most.
         """
         if self._told is None or patient:
-            look = Inspection(tuple(sorted({0, length // 2, length - 1})), *(_PATIENT if patient else _AT_ONCE))
+            often = (_OFTEN, patience_seconds) if patient else _AT_ONCE
+            look = Inspection(tuple(sorted({0, length // 2, length - 1})), *often)
             try:
                 seen = self._look(look) if length else Inspected()
                 self._told = {"prints": seen.prints, "varies": seen.varies}
             except Exception as error:  # it comes again when these data are evaluated
                 log.debug("the data could not be looked at", exc_info=error)
+                # What they hold goes now: an error of a reading process holds itself, and what reads from that process.
+                # The collector would find it in the middle of a step, and wait 5 s for the process.
+                traceback.clear_frames(error.__traceback__)
                 self._told = {"prints": {}, "varies": patient}
         return self._told
 
@@ -68,13 +76,23 @@ class EvaluatedSamples:
 
 
 class _Looked(Dataset[Inspected]):
-    """A data set that is asked for looks."""
+    """A data set that is asked for looks. A ``worker_init_fn`` that asks torch for the data set finds it in this one."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self.__dict__["_looked"] = dataset
 
     def __getitem__(self, look: Inspection) -> Inspected:
-        return look_at(self._dataset, self._dataset.__getitem__, look)
+        dataset = self.__dict__["_looked"]
+        return look_at(dataset, dataset.__getitem__, look)
+
+    def __getattr__(self, name: str) -> Any:
+        # Not what Python itself asks for, above all while this is unpickled.
+        if name.startswith("__") or "_looked" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_looked"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_looked"], name, value)
 
 
 def _as_is(data: Any) -> Any:

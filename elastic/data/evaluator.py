@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from ..rank import rng
 from .counts import Counts, Finish, Measured, Totals
 from .evaluated_alike import LENGTH, ReadTogether, compare, length_of
-from .evaluated_samples import EvaluatedSamples
+from .evaluated_samples import PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS, EvaluatedSamples
 from .fetching import begun
 
 _OWN_OPTIONS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn", "generator")
@@ -83,7 +83,8 @@ class Evaluator:
         loader_options: For ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
         interrupt_every: Number of batches between two calls of ``interrupt``, see `run`.
         check_data: Before the first run look at a few samples of a map-style data set, and compare them between the
-            ranks. False: other data of the same length are not noticed.
+            ranks. False: other data of the same length are not noticed. None: as the `Trainer` does that runs it;
+            without one, True.
 
     Raises:
         ValueError: A size below 1, or a loader option that would change what is measured.
@@ -99,7 +100,7 @@ class Evaluator:
         finish: Finish | None = None,
         loader_options: dict[str, Any] | None = None,
         interrupt_every: int = 8,
-        check_data: bool = True,
+        check_data: bool | None = None,
     ) -> None:
         if batch_size < 1 or interrupt_every < 1:
             raise ValueError(f"batch_size and interrupt_every must be at least 1: {batch_size}, {interrupt_every}")
@@ -112,8 +113,41 @@ class Evaluator:
         self._dataset, self._measure, self._batch_size = dataset, measure, batch_size
         self._collate, self._finish = collate or default_collate, finish or Totals.metrics
         self._options, self._interrupt_every = dict(loader_options or {}), interrupt_every
-        looks = check_data and not _is_iterable(dataset)
-        self._samples = EvaluatedSamples(dataset, self._options) if looks else None
+        self._check_data = check_data
+        self._samples = None if _is_iterable(dataset) else EvaluatedSamples(dataset, self._options)
+
+    def check(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device | str | None = None,
+        interruptible: bool = False,
+        busy: Callable[[], None] = lambda: None,
+        check_data: bool = True,
+    ) -> None:
+        """Compares between the ranks what `run` will: all that is known of the data before they are measured.
+
+        Each run does so, too. Called before a long training, this refuses it while nothing is lost. Collective over the
+        default process group, if there is one; where there is one rank, nothing is read.
+
+        Args:
+            model: As of `run`. It is in evaluation mode, and without gradients, while samples are looked at.
+            device: As of `run`.
+            interruptible: The runs will be given an ``interrupt``.
+            busy: As of `run`; called before and behind each look at the samples.
+            check_data: For an Evaluator that was not told; the runs that follow do the same.
+
+        Raises:
+            Unlike: A ValueError: the ranks have other data, or evaluate otherwise. On all ranks.
+            Refusal, Trouble: A ValueError and a RuntimeError: some rank's data set cannot say its length. The latter if
+                another start may succeed. On all ranks.
+        """
+        if self._check_data is None:
+            self._check_data = check_data
+        rank, world_size = _place()
+        if world_size > 1:
+            with _evaluating(model, rank), torch.no_grad():
+                self._compare(_device_for(model, device), interruptible, busy)
 
     def run(
         self,
@@ -132,7 +166,7 @@ class Evaluator:
             model: The model that ``measure`` gets.
             device: Where batches are moved and totals are summed; default: the model's device.
             interrupt: Called from time to time on all ranks; must return the same on all of them.
-            busy: Called with every batch (``session.busy``).
+            busy: Called with every batch (``session.busy``), and before and behind each look at the samples.
 
         Returns:
             Metrics, the same on every rank; empty if there are no samples.
@@ -141,11 +175,12 @@ class Evaluator:
             Interrupted: ``interrupt`` returned True.
             Unlike: A ValueError: the ranks have other data, or evaluate otherwise. On all ranks.
         """
-        where = _device_of(model) if device is None else torch.device(device)
+        where = _device_for(model, device)
         rank, world_size = _place()
-        length: int | None = compare(lambda: self._alike(interrupt is not None), where, self._samples)[LENGTH]
         counts, stream = Counts(where), ReadTogether(where) if _is_iterable(self._dataset) else None
         with _evaluating(model, rank), torch.no_grad():
+            # In here, because a data set may ask the model itself for a sample.
+            length = self._compare(where, interrupt is not None, busy)
             for number, (data, filler) in enumerate(self._batches(rank, world_size, length, stream)):
                 if interrupt is not None and number % self._interrupt_every == 0:
                     if stream is not None:
@@ -160,6 +195,15 @@ class Evaluator:
         if stream is not None:
             stream.meet(end=True)
         return dict(self._finish(totals)) if _anything(totals := counts.reduce()) else {}
+
+    def _compare(self, where: torch.device, asked: bool, busy: Callable[[], None]) -> int | None:
+        """Compares what is evaluated, see `compare`; returns the length of the data set, None: unknown."""
+        samples = None if self._check_data is False else self._samples
+        # Where somebody asks, a leave may wait for this.
+        patience = SHORT_PATIENCE_SECONDS if asked else PATIENCE_SECONDS
+        told = compare(lambda: self._alike(asked), where, samples, busy=busy, patience_seconds=patience)
+        length: int | None = told[LENGTH]
+        return length
 
     def _alike(self, asked: bool) -> dict[str, Any]:
         """What must be alike on all ranks, by name; ``asked``: there is an ``interrupt``."""
@@ -265,7 +309,9 @@ def _place() -> tuple[int, int]:
     return 0, 1
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def _device_for(model: nn.Module, given: torch.device | str | None) -> torch.device:
+    if given is not None:
+        return torch.device(given)
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import threading
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 
 from dalsegno.elastic import Evaluator
-from dalsegno.elastic.data import counts, evaluator
+from dalsegno.elastic.data import counts, evaluated_samples, evaluator
 from dalsegno.elastic.data.evaluated_samples import NOTHING, EvaluatedSamples
 from dalsegno.elastic.data.evaluator import Interrupted
 from dalsegno.elastic.rank.agreement import Refusal, Trouble, Unlike
@@ -262,6 +264,8 @@ def test_a_process_looks_where_processes_read() -> None:
     broken = EvaluatedSamples(there, {**options, "worker_init_fn": fails_to_start})
     assert broken.told(20, patient=False) == NOTHING
     assert broken.told(20, patient=True) == {"prints": {}, "varies": True}
+    # Left to the collector, each would be waited for in the middle of a step, for 5 s.
+    assert multiprocessing.active_children() == []
 
 
 def test_random_data_are_compared_with_nothing(ranks: Callable[[int], Ranks]) -> None:
@@ -310,3 +314,139 @@ def test_data_that_look_alike_at_first_are_looked_at_longer(ranks: Callable[[int
     made = [Seldom(20, turned=bool(rank)) for rank in range(2)]
     found = world.evaluate(lambda rank: {"dataset": made[rank]})
     assert [type(one) for one in found] == [dict, dict], found
+
+
+class Embedded(Numbers):
+    """Numbers as a model that is trained sees them; notes in which mode it does."""
+
+    def __init__(self, length: int, model: nn.Module, *, turned: bool) -> None:
+        super().__init__(length)
+        self._model, self._turned, self.modes = model, turned, set[tuple[bool, bool]]()
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.modes.add((self._model.training, torch.is_grad_enabled()))
+        number = super().__getitem__(self.length - 1 - index if self._turned else index).reshape(1, 1)
+        found: Tensor = self._model(number.expand(2, 4)).sum()
+        return found
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("before", [False, True], ids=["run", "check"])
+def test_a_look_is_a_part_of_the_evaluation(ranks: Callable[[int], Ranks], before: bool, turned: bool) -> None:
+    """Data that call the model: BatchNorm's statistics moved, and dropout made all samples random."""
+    models = [nn.Sequential(nn.BatchNorm1d(4), nn.Dropout()) for _ in range(2)]
+    data = [Embedded(20, model, turned=turned and bool(rank)) for rank, model in enumerate(models)]
+    world = ranks(2)
+
+    def one(rank: int) -> Any:
+        made = Evaluator(data[rank], lambda model, data: {"sum": (data, len(data))})
+        if before:
+            return made.check(models[rank], device="cpu")
+        return type(made.run(models[rank], device="cpu"))
+
+    found = world.run(one)
+    if turned:
+        assert "sample 0 is not the same on rank 0 and rank 1" in refused(found)
+    else:
+        assert found == [None if before else dict] * 2
+    assert [one.modes for one in data] == [{(False, False)}] * 2
+    assert all(model.training and model[1].training for model in models)
+    assert [float(model[0].running_mean.sum()) for model in models] == [0.0, 0.0]
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        ({"dataset": [Numbers(40), Numbers(36)]}, "length of the data set is 40 on rank 0, 36 on rank 1"),
+        ({"batch_size": [4, 8]}, "batch_size is 4 on rank 0, 8 on rank 1"),
+        ({"interrupt_every": [4, 8]}, "interrupt_every is 4 on rank 0, 8 on rank 1"),
+        ({"dataset": [Numbers(9), Stream(Numbers(9))]}, "whether the data set is iterable is False on rank 0, True"),
+        ({"dataset": [Unreadable(KeyError("rows")), Numbers(9)]}, "cannot say its length: KeyError"),
+    ],
+)
+def test_it_may_be_compared_long_before(ranks: Callable[[int], Ranks], made: dict[str, list[Any]], line: str) -> None:
+    """All that is known without a batch; the steps until the first evaluation would be for nothing."""
+    world = ranks(2)
+
+    def one(rank: int) -> None:
+        told = {"dataset": Numbers(40), **{name: values[rank] for name, values in made.items()}}
+        Evaluator(told.pop("dataset"), world.measure, **told).check(nn.Identity(), device="cpu", interruptible=True)
+
+    found = world.run(one)
+    assert line in refused(found, type(found[0]))
+    assert isinstance(found[0], Refusal)
+    assert world.passes == [0, 0]
+
+
+@pytest.mark.parametrize("own", [None, True, False])
+@pytest.mark.parametrize("trainers", [None, True, False])
+def test_who_says_whether_samples_are_compared(
+    ranks: Callable[[int], Ranks], own: bool | None, trainers: bool | None
+) -> None:
+    """The Evaluator; what it leaves open the Trainer, if it has one."""
+    world = ranks(2)
+
+    def one(rank: int) -> Any:
+        made = Evaluator(Listed(20, turned=bool(rank)), world.measure, check_data=own)
+        if trainers is not None:
+            made.check(nn.Identity(), device="cpu", check_data=trainers)
+        return made.run(nn.Identity(), device="cpu")
+
+    looks = next(said for said in (own, trainers, True) if said is not None)
+    assert {type(found) for found in world.run(one)} == {Unlike if looks else dict}
+
+
+def opens(worker: int) -> None:
+    """As torch's documents have it."""
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.open()  # type: ignore[attr-defined]
+    info.dataset.shift = worker  # type: ignore[attr-defined]
+
+
+class Opened(Listed):
+    """Numbers of a file that each process has to open."""
+
+    shift: int | None = None
+    _file: int | None = None
+
+    def open(self) -> None:
+        self._file = 1
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert self._file is not None
+        assert self.shift is not None
+        return super().__getitem__(index)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_process_that_looks_finds_the_data_set_where_others_do(context: str) -> None:
+    """What it opens there stands open; what cannot be opened was compared with nothing, and nobody heard of it."""
+    options = {"num_workers": 2, "worker_init_fn": opens, "multiprocessing_context": context}
+    seen = EvaluatedSamples(Opened(20, turned=False), options).told(20, patient=False)
+    assert list(seen["prints"]) == ["sample 0", "sample 10", "sample 19"]
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [(False, [1.0, 20.0]), (True, [1.0, 5.0])])
+def test_a_look_shows_that_it_is_alive(
+    ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch, asked: bool, seconds: list[float]
+) -> None:
+    """Before it and behind it; and it does not keep a leave waiting."""
+    world, came = ranks(2), [list[Any](), list[Any]()]
+    look = evaluated_samples.look_at
+
+    def noted(dataset: Any, read: Any, wanted: Any) -> Any:
+        came[world.get_rank()].append(wanted.seconds)
+        return look(dataset, read, wanted)
+
+    monkeypatch.setattr(evaluated_samples, "look_at", noted)
+
+    def one(rank: int) -> Any:
+        made = Evaluator(Listed(20, turned=bool(rank)), world.measure)
+        interrupt = world.leaving if asked else None
+        return made.run(nn.Identity(), device="cpu", interrupt=interrupt, busy=lambda: came[rank].append("busy"))
+
+    refused(world.run(one))
+    assert came == [["busy", seconds[0], "busy", "busy", seconds[1], "busy"]] * 2
