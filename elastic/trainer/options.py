@@ -9,7 +9,7 @@ from ..data.plan import BatchPlan
 from ..data.sampler import ElasticSampler
 from ..saving.cadence import checked
 from ..training.session import BareSession
-from .strategies import Strategy
+from .strategies import DDP, Strategy
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -37,6 +37,27 @@ def check(trainer: Trainer, strategy: Strategy) -> None:
             f"stay=True: what strategy {strategy.name} builds fits one number of ranks, so nothing of it can stay: "
             "leave it out, or take strategy 'ddp'"
         )
+
+
+def strategy_of(given: Strategy | str) -> Strategy:
+    """The strategy of a Trainer, which may be given by its name.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(given, Strategy):
+        return given
+    if given == "ddp":
+        return DDP()
+    if given == "fsdp":
+        from .fsdp import FSDP
+
+        return FSDP()
+    if given == "deepspeed":
+        from .deepspeed_strategy import DeepSpeed
+
+        return DeepSpeed()
+    raise ValueError(f"strategy is 'ddp', 'fsdp', 'deepspeed' or a Strategy, not {given!r}")
 
 
 def plan_of(trainer: Trainer, world_size: int) -> BatchPlan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ..data.batch import Batch
 from ..data.counts import sum_over_ranks
 from ..data.evaluator import Evaluator, Interrupted, to_device
 from ..data.plan import BatchPlan
+from ..rank.envelopes import Unlike
 from ..rank.exits import Stays
 from ..rank.way_in import TRAINS, way_in
 from ..saving.background_save import background
@@ -41,9 +42,9 @@ from .callbacks import Callback, Console, Logger, forgetful
 from .hooks import Hooks
 from .made import MadeByScript
 from .moving import end_broken, end_drained
-from .options import batches_of, check, plan_of
+from .options import batches_of, check, plan_of, strategy_of
 from .own_state import OwnState
-from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy, StrategyWrite
+from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, StrategyWrite
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +87,15 @@ class Trainer:
             DeepSpeed, which scales by itself.
         seed: The seed of the order of samples and of the random generators. (The model is made by the script.)
         shuffle, drop_last: See `ElasticSampler`.
-        collate, count_tokens, loader_options, check_data: See `Batches`.
+        collate, count_tokens, loader_options: See `Batches`.
+        check_data: See `Batches`; and `Evaluator`, where that was not told.
         checkpoint_dir, keep: For runs outside ``dlrover-run``, see `session`.
         save_every, memory_every: Steps between saves, and between those to the nodes' memory, see ``Session.steps``.
         save_in_background: The training waits only while the state is copied to host memory.
         stay: At a planned change of the world, and where it can behind a crash, this process stays, with all that it
             has built. The script then talks to other ranks in callbacks alone. DDP only. See `docs/trainer.md`.
-        evaluator: Runs every ``evaluate_every`` steps (0: not in between), and after the last step.
+        evaluator: Runs every ``evaluate_every`` steps (0: not in between), and after the last step. Before the first step
+            the ranks compare what it will measure.
         track: The metric that makes a checkpoint the best one. A better step is saved, even between saves. (If a leave
             cut an evaluation short, the resumed run makes up for it, but that step is saved already.)
         callbacks: They are called on all ranks.
@@ -146,7 +149,7 @@ class Trainer:
     metrics: Mapping[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._strategy = _strategy(self.strategy)
+        self._strategy = strategy_of(self.strategy)
         check(self, self._strategy)
         self._hooks = Hooks([*self.callbacks, *([Console()] if self.progress else [])])
         self._session: Session | None = None
@@ -220,6 +223,10 @@ class Trainer:
         check_steps(s, self.max_steps)
         with s.meetings.telling():
             self._load(s, plan, stayed=stayed)
+        if self.evaluator is not None:
+            # Before the first step: at the first evaluation the steps before it would be for nothing.
+            told = {"interruptible": True, "busy": s.busy, "check_data": self.check_data}
+            self.evaluator.check(self._strategy.model, device=self._where, **told)
         if self._stays:
             s.may_stay, s.survivor.loop_stays = self._may_stay, True
         held = self._strategy
@@ -321,16 +328,26 @@ class Trainer:
         for batch in steps:
             # The model stands at the boundary before this batch, which all ranks have passed without a drain.
             if self._owed:
-                while not self._evaluate(interrupt=self._opened.leaving):
-                    # The ranks have agreed on it here; with this batch the model would move on. If the save fails, it
-                    # is tried again after a pause, as long as the leave is wanted.
-                    self._leave(batch.position)
-                self._compete_late(batch.position)
+                self._catch_up(batch.position)
             if self._stopping:
                 steps.close()  # type: ignore[attr-defined]  # a generator: the step that it began does not count
                 self._finish_early(batch.position)
                 break
             self._train(batch)
+
+    def _catch_up(self, position: Position) -> None:
+        """Makes the evaluation that is owed."""
+        s = self._opened
+        try:
+            while not self._evaluate(interrupt=s.leaving):
+                # The ranks have agreed on it here; with this batch the model would move on. If the save fails, it is
+                # tried again after a pause, as long as the leave is wanted.
+                self._leave(position)
+        except Unlike:
+            if s.can_save:
+                s.save(self._saving(), position=position, **self._save_options())
+            raise
+        self._compete_late(position)
 
     def _agree_to_stop(self) -> None:
         # What this process has agreed on in an earlier world the new ranks of this one do not know.
@@ -370,7 +387,12 @@ class Trainer:
         if batch.step % self.log_every == 0 or last:
             self._log(batch, total, norm)
         self._hooks.each(lambda hook: hook.on_step(self, batch))
-        if self._due(batch.step, last=last) and self._evaluate(interrupt=self._opened.leaving):
+        evaluated = False
+        if self._due(batch.step, last=last):
+            # What the ranks learn only here (a stream has no length) ends the run where this step can be saved.
+            with suppress(Unlike):
+                evaluated = self._evaluate(interrupt=self._opened.leaving)
+        if evaluated:
             value = self._tracked()
             if value is not None:
                 self._opened.improved(value)  # it is saved at the step's end, if it is the best
@@ -477,19 +499,3 @@ class Trainer:
 def _own_loss(model: Any, data: Any) -> Tensor:
     loss: Tensor = model(data)
     return loss
-
-
-def _strategy(given: Strategy | str) -> Strategy:
-    if isinstance(given, Strategy):
-        return given
-    if given == "ddp":
-        return DDP()
-    if given == "fsdp":
-        from .fsdp import FSDP
-
-        return FSDP()
-    if given == "deepspeed":
-        from .deepspeed_strategy import DeepSpeed
-
-        return DeepSpeed()
-    raise ValueError(f"strategy is 'ddp', 'fsdp', 'deepspeed' or a Strategy, not {given!r}")

@@ -194,6 +194,10 @@ EVALUATED = {
     ),
     "held out, streamed": (
         {"held_out": [40, 32], "stream": True},
+        r"number of samples read of the iterable data set is 40 \(its end\) on rank 0, 32 \(its end\) on rank 1",
+    ),
+    "held out, streamed, in between": (
+        {"held_out": [40, 32], "stream": True, "evaluate_every": 1},
         r"number of samples read of the iterable data set is 40 on rank 0, 32 \(its end\) on rank 1",
     ),
 }
@@ -202,6 +206,7 @@ ALL = {
     **{name: Told("trained", options) for name, (options, _) in EVALUATED.items()},
     "held out alike": Told("trained", {"held_out": 40}),
     "held out alike, streamed": Told("trained", {"held_out": 40, "stream": True}),
+    "held out, meant": Told("trained", {"held_out": 40, "turned": [False, True], "check_data": False}),
     "alike": Told("ours"),
     "larger device": Told("ours", {"micro": [4, 3], "global_batch": 6}),
     "other values of one thing": Told("own_loop", {"place": [12, 13]}),
@@ -274,21 +279,25 @@ def test_ranks_that_were_told_different_things(came: dict[str, Came], name: str)
     "other batches; an `Evaluator` with other samples, or in another order",
     Comes.REFUSED,
     "some samples would be measured twice and others never, and ranks would wait for each other. Compared before the "
-    "first batch; of an iterable data set without a length where it ends (not with Hugging Face, and a sharded model "
-    "may hang before). Of samples three are compared, as for the training",
-    "give all ranks the same; the line says who has what. `check_data=False` (of `Evaluator`) where samples may differ",
+    "first step, and before each evaluation; of an iterable data set without a length where it ends, and what was "
+    "trained is saved first (not with Hugging Face, and a sharded model may hang before). Of samples three are "
+    "compared, as for the training",
+    "give all ranks the same; the line says who has what. `check_data=False` (of `Evaluator` or `Trainer`) where "
+    "samples may differ",
 )
 @pytest.mark.parametrize("name", list(EVALUATED))
 def test_ranks_that_evaluate_other_data(came: dict[str, Came], name: str) -> None:
-    """One line on all ranks, and no metric. The training before is whole."""
+    """One line on all ranks, and no metric. Nothing is trained before; or, with a stream, all that was is saved."""
     (line,) = {rank["refused"] for rank in came[name].ranks}
     assert re.search(f"^Unlike: the ranks (do not evaluate alike|have other data): {EVALUATED[name][1]}", line), line
-    assert [len(rank["steps"]) for rank in came[name].ranks] == [4, 4]
+    trained = {"held out, streamed": 2, "held out, streamed, in between": 1}.get(name, 0)
+    assert [len(rank["steps"]) for rank in came[name].ranks] == [2 * trained] * 2
+    assert [one.step for one in came[name].sealed()] == [trained] * bool(trained)
 
 
 def test_ranks_that_evaluate_the_same(came: dict[str, Came]) -> None:
     """Nothing is falsely refused."""
-    for name in ("held out alike", "held out alike, streamed"):
+    for name in ("held out alike", "held out alike, streamed", "held out, meant"):
         assert {rank["refused"] for rank in came[name].ranks} == {""}
 
 

@@ -202,6 +202,8 @@ def trained(case: Case) -> Trainer:
         checkpoint_dir=case.directory if case.here("directory", True) else None,
         max_grad_norm=case.here("max_grad_norm"),
         evaluator=None if held_out is None else evaluator(case, held_out),
+        evaluate_every=case.here("evaluate_every", 0),
+        check_data=case.here("check_data", True),
         progress=False,
     )
     trainer.fit()
