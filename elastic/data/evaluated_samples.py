@@ -76,7 +76,7 @@ class EvaluatedSamples:
 
 
 class _Looked(Dataset[Inspected]):
-    """A data set that is asked for looks. A ``worker_init_fn`` that asks torch for the data set finds it in this one."""
+    """A data set that is asked for looks. A ``worker_init_fn`` that asks torch for the data set finds all of it."""
 
     def __init__(self, dataset: Any) -> None:
         self.__dict__["_looked"] = dataset

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from dalsegno.elastic.rank.agreement import Refusal
 from dalsegno.elastic.rank.exchange import MAX_STEPS_APART
 
+from .evaluating import check_held_out
 from .run import ElasticRun
 
 
@@ -32,6 +33,7 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.learn(self._trainer, kwargs.get("model"), kwargs.get("optimizer"))
+        check_held_out(self._trainer)
         self._run.session.meet(_ahead(state) + 1, self._run.loader.alike)
         self._run.watch(self._trainer)
 

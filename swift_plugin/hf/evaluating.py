@@ -12,11 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import transformers.trainer as upstream
+from torch.utils.data import IterableDataset
+
 from dalsegno.elastic.data.evaluated_alike import LENGTH, compare
 
 from .held import counted, exportable, same
+from .refusals import overrides
 
-__all__ = ["Alive", "Evaluation", "check_alike"]
+__all__ = ["Alive", "Compared", "Evaluation", "check_alike", "check_held_out"]
+
+# Packages whose evaluations deal one data set to all ranks.
+_DEALERS = ("dalsegno", "swift", "transformers", "trl")
 
 # Between two signs of life, and the most that they come for where nothing is heard of the evaluation itself: a rank
 # that hangs in one is found to be stuck then. Collectives mostly end by themselves before (`ddp_timeout`).
@@ -46,6 +53,41 @@ def check_alike(trainer: Any, loader: Any) -> None:
         return {LENGTH: len(loader.dataset), "batch_size": getattr(dealt, "batch_size", None)}
 
     compare(tell, trainer.args.device)
+
+
+class Compared(upstream.Trainer):  # type: ignore[misc]  # transformers is not typed
+    """Right before transformers' own Trainer: a class of a script's that never comes here may meet nobody."""
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        check_alike(self, dataloader)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+
+def check_held_out(trainer: Any) -> None:
+    """Compares what is known of the evaluations before a training, which would be for nothing. Collective.
+
+    Args:
+        trainer: It is about to train.
+
+    Raises:
+        Unlike, Refusal, Trouble: See `check_alike`. On all ranks.
+    """
+    if trainer.args.world_size > 1:
+        compare(lambda: _known_before(trainer), trainer.args.device)
+
+
+def _known_before(trainer: Any) -> dict[str, Any]:
+    args, given = trainer.args, trainer.eval_dataset
+    config = getattr(trainer.accelerator, "dataloader_config", None)
+    by_rank_0 = getattr(config, "dispatch_batches", None)
+    own = any(overrides(trainer, name, _DEALERS) for name in ("evaluate", "evaluation_loop", "get_eval_dataloader"))
+    if args.eval_strategy == "no" or by_rank_0 or own:
+        return {}
+    told: dict[str, Any] = {"batch size of evaluations": args.eval_batch_size}
+    for name, dataset in given.items() if isinstance(given, dict) else [("", given)]:
+        if not isinstance(dataset, str | IterableDataset) and hasattr(dataset, "__len__"):
+            told[f"{LENGTH} {name}".strip()] = len(dataset)
+    return told
 
 
 class Alive:

@@ -320,11 +320,15 @@ class ElasticRun:
         self._to_memory = save
         if self._memory.at(step, saved=saved):
             # There was no room for what was to come to the disk from there: this step comes there instead.
-            self._without_memory = True
-            try:
-                save()
-            finally:
-                self._without_memory = False
+            self.save_to_disk(save)
+
+    def save_to_disk(self, save: Callable[[], object]) -> None:
+        """Has ``save`` save the present step, and wait until it is on the disk. Collective."""
+        self._without_memory = True
+        try:
+            save()
+        finally:
+            self._without_memory = False
 
     def _save_in_memory(self, to_disk: bool) -> Ref | None:
         self.in_memory, self._to_disk, self._memory_ref = True, to_disk, None

@@ -17,6 +17,7 @@ import torch
 import transformers.trainer as upstream
 
 from dalsegno.elastic import session
+from dalsegno.elastic.rank.agreement import Refusal, Trouble
 from dalsegno.elastic.rank.remarks import show
 from dalsegno.elastic.rank.way_in import TRAINS, way_in
 from dalsegno.elastic.saving.optimizers import check_kept
@@ -33,7 +34,7 @@ from . import data, deepspeed_engine, held, refusals, staying, uneven
 from .arguments import hyperparameters, say_what_changed
 from .boundaries import Boundaries
 from .checkpoints import Unfinished
-from .evaluating import Evaluation, check_alike
+from .evaluating import Compared, Evaluation
 from .options import Options
 from .replaced import replaced, undivided
 from .run import ElasticRun, Leaving, strategy_of
@@ -306,6 +307,11 @@ class ElasticTrainer(SavingTrainer):
                 with run.interruptible():
                     super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
                 done = True
+            except (Refusal, Trouble):
+                # All ranks have raised it: they evaluate other data. What was trained is worth more.
+                if self._evaluation is not None:
+                    run.save_to_disk(lambda: self._save_owing(*ours, *args, **kwargs))
+                raise
             except Leaving:
                 # An evaluation takes longer than a notice. What was to be logged before it is logged, once.
                 run.draining = drains = True
@@ -323,10 +329,6 @@ class ElasticTrainer(SavingTrainer):
         self._evaluation = None
         return found
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        check_alike(self, dataloader)
-        return super().evaluation_loop(dataloader, *args, **kwargs)
-
     def _remember(self, model: Any, trial: Any) -> None:
         """To memory, now and then; not what the Trainer has saved, or is about to as its last or its best."""
         state, control = self.state, self.control
@@ -337,7 +339,15 @@ class ElasticTrainer(SavingTrainer):
         state.__dict__.update(told)
 
     def _drain(self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        """Saves and leaves; returns if the save failed. The run that resumes here evaluates and reports a due save."""
+        """Saves and leaves; returns if the save failed."""
+        due = self._save_owing(tr_loss, grad_norm, model, trial, *args, **kwargs)
+        self._run.leave()
+        self.control.should_evaluate, self.control.should_save = due
+
+    def _save_owing(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
+    ) -> tuple[bool, bool]:
+        """Saves. The run that resumes here evaluates, and reports a due save; returns whether these were due."""
         run, control = self._run, self.control
         if self._evaluation is not None:
             self._evaluation.undo()
@@ -347,8 +357,7 @@ class ElasticTrainer(SavingTrainer):
         run.unfinished = Unfinished(evaluation=due[0], tell_of_save=due[1], untold=due[1])
         self._save_checkpoint(model, trial)
         run.unfinished = None
-        run.leave()
-        self.control.should_evaluate, self.control.should_save = due
+        return due
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
         if self._run.unfinished is not None:  # the run had ended there, and nobody was told
@@ -393,4 +402,6 @@ class ElasticTrainer(SavingTrainer):
 
 def elastic_class(base: type[Any]) -> type[Any]:
     """``base`` made elastic."""
-    return type(base.__name__, (ElasticTrainer, base), {"__module__": base.__module__})
+    # transformers' own has nothing before it where its loop is reached, and cannot stand before its own subclass.
+    bases = (ElasticTrainer, Compared) if base is upstream.Trainer else (ElasticTrainer, base, Compared)
+    return type(base.__name__, bases, {"__module__": base.__module__})

@@ -631,6 +631,11 @@ FRAMEWORKS = {
     "hf rate": Told("hugging_face", {"rate": [1e-3, 2e-3]}),
     "hf held out": Told("hugging_face", {"held_out": [40, 16]}),
     "hf held out alike": Told("hugging_face", {"held_out": 33}),
+    "hf held out, later": Told("hugging_face", {"held_out": [40, 16], "evaluate_every": 1}),
+    "hf held out, its own": Told(
+        "hugging_face", {"held_out": 40, "evaluate_every": 1, "evaluates": "other data", "own_held_out": [40, 16]}
+    ),
+    "hf held out, rank 0 alone": Told("hugging_face", {"held_out": 33, "evaluate_every": 1, "evaluates": "alone"}),
     "hf fixed at first": Told("hugging_face", {"fixed": True}),
     "hf another size": Told("hugging_face", {"fixed": True, "micro": 4, "max_steps": 4}, after="hf fixed at first"),
     "prepared": Told("accelerated", {"max_steps": 2}),
@@ -646,6 +651,7 @@ UNLIKE_HF = {
     "hf max_steps": "max_steps is 2 on rank 0, 3 on rank 1",
     "hf save_every": "save_steps is 1 on rank 0, 2 on rank 1",
     "hf rate": "learning_rate is 0.001 on rank 0, 0.002 on rank 1",
+    "hf held out, later": "the ranks do not evaluate alike: length of the data set is 40 on rank 0, 16 on rank 1",
     "hf held out": "the ranks do not evaluate alike: length of the data set is 40 on rank 0, 16 on rank 1",
 }
 
@@ -672,6 +678,17 @@ def test_trainers_that_were_told_the_same_train_and_go_on_in_their_cut(framework
     """The arguments' enumerations and numbers are nothing that could be falsely refused."""
     assert [len(rank["steps"]) for rank in frameworks["hf alike"].ranks] == [2, 2], frameworks["hf alike"]
     assert {rank["refused"] for rank in frameworks["hf alike"].ranks} == {""}
+    for name in ("hf held out alike", "hf held out, rank 0 alone"):
+        assert [(rank["refused"], len(rank["steps"])) for rank in frameworks[name].ranks] == [("", 2)] * 2
+
+
+def test_what_a_trainer_had_trained_before_ranks_evaluate_other_data_is_saved(frameworks: dict[str, Came]) -> None:
+    """Loaders of a script's own are known at the evaluation. The steps since the last save were lost."""
+    came = frameworks["hf held out, its own"]
+    (line,) = {rank["refused"] for rank in came.ranks}
+    assert line.startswith("Unlike: the ranks do not evaluate alike: length of the data set is 40 on rank 0, 16 on")
+    assert [len(rank["steps"]) for rank in came.ranks] == [1, 1]
+    assert [one.step for one in came.sealed()] == [1]
     assert {rank["refused"] for rank in frameworks["hf held out alike"].ranks} == {""}
     assert "size of fixed micro-batches: was 3 and is 4" in frameworks["hf another size"].refused
 

@@ -268,9 +268,28 @@ def hugging_face(case: Case) -> None:
     """A Trainer of Hugging Face."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
     from transformers import Trainer as TheirTrainer
+    from transformers.trainer_utils import EvalLoopOutput
 
     from dalsegno.swift_plugin.hf.options import Options
     from dalsegno.swift_plugin.hf.trainer import elastic_class
+
+    class Mine(TheirTrainer):  # type: ignore[misc]  # transformers is not typed
+        """Evaluates in its own way: rank 0 alone, or other data than it has been given."""
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            if case.here("evaluates") == "other data":
+                eval_dataset = rows(case.here("own_held_out"))
+            return super().get_eval_dataloader(eval_dataset)
+
+        def evaluation_loop(self, dataloader: Any, *given: Any, **options: Any) -> Any:
+            if case.here("evaluates") != "alone":
+                return super().evaluation_loop(dataloader, *given, **options)
+            return EvalLoopOutput(None, None, {"eval_loss": float(case.rank)}, len(dataloader.dataset))
+
+        def evaluate(self, *given: Any, **options: Any) -> Any:
+            if case.here("evaluates") != "alone" or case.rank == 0:
+                return super().evaluate(*given, **options)
+            return {"eval_loss": 0.0}
 
     case.open()
     sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -281,6 +300,8 @@ def hugging_face(case: Case) -> None:
         max_steps=case.here("max_steps", 2),
         save_steps=case.here("save_every", 5),
         seed=case.here("seed", 3),
+        eval_strategy="steps" if case.here("evaluate_every") else "no",
+        eval_steps=case.here("evaluate_every"),
         learning_rate=case.here("rate", 1e-3),
         report_to="none",
         disable_tqdm=True,
@@ -292,11 +313,12 @@ def hugging_face(case: Case) -> None:
 
     held_out = case.here("held_out")
     data = {"train_dataset": rows(case.here("length", LENGTH)), "eval_dataset": held_out and rows(held_out)}
-    trainer: Any = TheirTrainer(model=LlamaForCausalLM(config), args=args, **data)
-    trainer.__class__ = elastic_class(TheirTrainer)
+    kind = Mine if case.here("evaluates") else TheirTrainer
+    trainer: Any = kind(model=LlamaForCausalLM(config), args=args, **data)
+    trainer.__class__ = elastic_class(kind)
     trainer.become_elastic(Options(GLOBAL_BATCH, case.here("fixed", False)))
     try:
-        if held_out:
+        if held_out and not case.here("evaluate_every"):
             trainer.evaluate()
         trainer.train()
     finally:

@@ -11,12 +11,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 pytest.importorskip("accelerate", reason="needs the extra hf")
+import transformers
 from accelerate.data_loader import prepare_data_loader
 
 from dalsegno.elastic.data import counts
 from dalsegno.elastic.rank.agreement import Unlike
+from dalsegno.swift_plugin.hf import evaluating
 from dalsegno.swift_plugin.hf.evaluating import check_alike
 from tests.unit.elastic.data.test_evaluator import Threads
+
+from dalsegno.swift_plugin.hf.trainer import elastic_class
 
 CPU = torch.device("cpu")
 TRAINER = SimpleNamespace(args=SimpleNamespace(device=CPU))
@@ -68,3 +72,82 @@ def test_what_is_dealt_must_be_the_same(monkeypatch: pytest.MonkeyPatch, make: A
 def test_what_may_differ(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     """Loaders that deal nothing, and what rank 0 alone reads."""
     assert meet(monkeypatch, make) == [None, None]
+
+
+class Calls(transformers.Trainer):  # type: ignore[misc]  # transformers is not typed
+    """Does something of its own, and then what transformers does."""
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().evaluation_loop(["another loader"], *args, **kwargs)
+
+
+class Alone(transformers.Trainer):  # type: ignore[misc]
+    """Has a loop of its own, which meets nobody."""
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        return "its own"
+
+
+@pytest.mark.parametrize(
+    ("base", "found", "compared"),
+    [
+        (transformers.Trainer, "theirs", ["loader"]),
+        (transformers.Seq2SeqTrainer, "theirs", ["loader"]),
+        (Calls, "theirs", ["another loader"]),
+        (Alone, "its own", []),
+    ],
+)
+def test_only_what_transformers_evaluates_is_compared(
+    monkeypatch: pytest.MonkeyPatch, base: Any, found: str, compared: list[str]
+) -> None:
+    """A loop of a script's own may be rank 0's alone, which waited for the others for ever."""
+    seen: list[str] = []
+    monkeypatch.setattr(transformers.Trainer, "evaluation_loop", lambda self, loader, description: "theirs")
+    monkeypatch.setattr(evaluating, "check_alike", lambda trainer, loader: seen.extend(loader))
+    cls = elastic_class(base)
+    assert cls.evaluation_loop(cls.__new__(cls), ["loader"], description="Evaluation") == found
+    assert seen == compared
+
+
+def held_out(data: Any, kind: Any = SimpleNamespace, **options: Any) -> Any:
+    """A Trainer that will evaluate these."""
+    told = {"eval_strategy": "steps", "eval_batch_size": 4, "world_size": 2, "device": CPU, **options}
+    made = kind()
+    made.args, made.eval_dataset, made.accelerator = SimpleNamespace(**told), data, SimpleNamespace()
+    return made
+
+
+class OwnLoader(SimpleNamespace):
+    def get_eval_dataloader(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda rank: held_out(range((40, 36)[rank])), "length of the data set is 40 on rank 0, 36 on rank 1"),
+        (
+            lambda rank: held_out({"a": range(4), "b": range((40, 36)[rank])}),
+            "length of the data set b is 40 on rank 0, 36 on rank 1",
+        ),
+        (
+            lambda rank: held_out(range(40), eval_batch_size=(4, 8)[rank]),
+            "batch size of evaluations is 4 on rank 0, 8 on rank 1",
+        ),
+        (lambda rank: held_out(range((40, 36)[rank]), eval_strategy="no"), ""),
+        (lambda rank: held_out(range((40, 36)[rank]), OwnLoader), ""),
+        (lambda rank: held_out(range(40) if rank else None), ""),
+        (lambda rank: held_out(Rows()), ""),
+    ],
+    ids=["length", "one of several", "batches", "not evaluated", "own loader", "none on a rank", "stream"],
+)
+def test_what_is_known_before_the_first_step(monkeypatch: pytest.MonkeyPatch, make: Any, line: str) -> None:
+    """The steps until the first evaluation were for nothing."""
+    threads = Threads(2)
+    monkeypatch.setattr(counts, "dist", threads)
+    found = threads.run(lambda rank: evaluating.check_held_out(make(rank)))
+    if line:
+        assert [type(one) for one in found] == [Unlike, Unlike], found
+        assert line in str(found[0]) == str(found[1])
+    else:
+        assert found == [None, None]
