@@ -94,7 +94,7 @@ class Trainer:
         save_in_background: The training waits only while the state is copied to host memory.
         stay: At a planned change of the world, and where it can behind a crash, this process stays, with all that it
             has built. The script then talks to other ranks in callbacks alone. DDP only. See `docs/trainer.md`.
-        evaluator: Runs every ``evaluate_every`` steps (0: not in between), and after the last step. What it will measure
+        evaluator: Runs every ``evaluate_every`` steps (0: not in between), and after the last step. What it measures
             the ranks compare before the first one.
         track: The metric that makes a checkpoint the best one. A better step is saved, even between saves. (If a leave
             cut an evaluation short, the resumed run makes up for it, but that step is saved already.)

@@ -8,7 +8,8 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from ..rank.collective import Collective
 from ..rank.exits import EXIT_BAD_CHECKPOINT, BadResumePoint, insist
 from ..rank.identity import Identity
 from ..rank.link import Link
-from ..saving.background_save import SIGHT_PAUSES_SECONDS
+from ..saving.background_save import OUT_OF_SIGHT_SECONDS, SIGHT_PAUSES_SECONDS
 from ..saving.resuming import Damaged, Judge, ResumePoint, Work, check_loaders
 from ..saving.save_errors import describe
 from ..saving.verification import JointVerification, Note
@@ -125,14 +126,17 @@ def check_directory(directory: Path, collective: Collective) -> None:
         if why:
             raise Trouble(_unusable(paths, 0, "written", why))
         here = _is_same(hosts[collective.rank], hosts[0])
-        answers = collective.gather(_seen(directory, name, () if here else SIGHT_PAUSES_SECONDS))
+        answers = collective.gather(_seen(directory, name, () if here else _pauses()))
     for rank, answer in enumerate(answers):
         if not (answer["seen"] or answer["why"]):
             one, other = (f"{paths[of]} on rank {of}{_named(hosts, of)}" for of in (0, rank))
-            raise Refusal(
-                f"checkpoint_dir is {one} and {other}, which are not the same directory: what rank 0 writes is not"
-                f" there on rank {rank}. Give all ranks one that all of them see"
-            )
+            wrong = f", which are not the same directory: what rank 0 writes is not there on rank {rank}"
+            if not _is_same(hosts[rank], hosts[0]):
+                wrong = (
+                    f": what rank 0 writes has not come into sight on rank {rank} within {OUT_OF_SIGHT_SECONDS:g} s: "
+                    "it is not the same directory, or a mount that caches names"
+                )
+            raise Refusal(f"checkpoint_dir is {one} and {other}{wrong}. Give all ranks one that all of them see")
     for rank, answer in enumerate(answers):
         if answer["why"]:
             raise Trouble(_unusable(paths, rank, "read", answer["why"]))
@@ -150,8 +154,8 @@ def _probe(directory: Path, collective: Collective) -> Iterator[tuple[str, str]]
                 os.close(number)
             except FileExistsError:
                 why = "it is no directory"
-            except OSError as error:
-                why = error.strerror or str(error)
+            except (OSError, MemoryError) as error:
+                why = _why(error)
         name, why = collective.broadcast([os.path.basename(made), why])
         yield name, why
     finally:
@@ -161,7 +165,7 @@ def _probe(directory: Path, collective: Collective) -> Iterator[tuple[str, str]]
                 os.unlink(made)
 
 
-def _seen(directory: Path, name: str, pauses: Sequence[float]) -> dict[str, Any]:
+def _seen(directory: Path, name: str, pauses: Iterable[float]) -> dict[str, Any]:
     """Whether the directory has the file, as seen from here, and why it could not be looked at.
 
     Args:
@@ -169,15 +173,30 @@ def _seen(directory: Path, name: str, pauses: Sequence[float]) -> dict[str, Any]
         pauses: Seconds before each further look.
     """
     answer: dict[str, Any] = {}
-    for pause in (0.0, *pauses):
+    for pause in chain((0.0,), pauses):
         time.sleep(pause)  # why: no event tells when a file of another machine comes into sight over NFS
         try:
             answer = {"seen": _lists(directory, name), "why": ""}
-        except OSError as error:
-            answer = {"seen": False, "why": error.strerror or str(error)}
+        except (OSError, MemoryError) as error:
+            answer = {"seen": False, "why": _why(error)}
         if answer["seen"]:
             break
     return answer
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between looks for another machine's file, until one gives up, as a save does."""
+    left, last = OUT_OF_SIGHT_SECONDS, SIGHT_PAUSES_SECONDS[-1]
+    for pause in chain(SIGHT_PAUSES_SECONDS, repeat(last)):
+        if left <= 0:
+            return
+        yield min(pause, left)
+        left -= pause
+
+
+def _why(error: OSError | MemoryError) -> str:
+    """Why a directory cannot be used; never empty."""
+    return getattr(error, "strerror", None) or describe(error)
 
 
 def _lists(directory: Path, name: str) -> bool:
@@ -244,7 +263,7 @@ def next_epoch(store: CheckpointStore, collective: Collective) -> int:
     """The epoch of a start that no master counts, above all in the run's directory; alike on all ranks. Collective.
 
     Raises:
-        Trouble: Rank 0 cannot read the directory. Raised on all ranks.
+        OSError: Rank 0 cannot read the directory. Raised on all ranks.
     """
     epoch, problem = 0, ""
     if collective.rank == 0:
@@ -254,7 +273,7 @@ def next_epoch(store: CheckpointStore, collective: Collective) -> int:
             problem = f"{store.run_dir} cannot be read: {describe(error)}"
     epoch, problem = collective.broadcast([epoch, problem])
     if problem:
-        raise Trouble(problem)
+        raise OSError(problem)
     return int(epoch)
 
 

@@ -22,6 +22,8 @@ _UNSHARE = ("unshare", "--mount", "--propagation=private", "sh", "-c")
 _OPENS = """
 import sys
 from dalsegno.elastic import session
+from dalsegno.elastic.training import opening
+opening.OUT_OF_SIGHT_SECONDS = 1.0
 try:
     with session(sys.argv[1]) as s:
         print("begins")
@@ -59,8 +61,9 @@ def test_one_path_on_two_disks_is_refused_and_on_one_it_is_not(tmp_path: Path) -
         pytest.skip("nothing may be mounted here")
     path = tmp_path / "checkpoints"
     line = (
-        f"Refusal checkpoint_dir is {path} on rank 0 and {path} on rank 1, which are not the same directory: what rank"
-        " 0 writes is not there on rank 1. Give all ranks one that all of them see"
+        f"Refusal checkpoint_dir is {path} on rank 0 and {path} on rank 1: what rank 0 writes has not come into sight"
+        " on rank 1 within 1 s: it is not the same directory, or a mount that caches names. Give all ranks one that all"
+        " of them see"
     )
     assert said(tmp_path, _APART) == [line] * 2
     assert said(tmp_path, _SHARED) == ["begins"] * 2

@@ -27,6 +27,7 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "_host", lambda: [f"node-{HERE.rank}", f"boot-{HERE.rank}", "mnt:[1]"])
     monkeypatch.setattr(opening, "_real", lambda directory: "/w/checkpoints")
     monkeypatch.setattr(opening, "SIGHT_PAUSES_SECONDS", (0.05, 0.05))
+    monkeypatch.setattr(opening, "OUT_OF_SIGHT_SECONDS", 0.3)
 
 
 def checked(directories: list[Path]) -> list[BaseException | None]:
@@ -70,8 +71,9 @@ def test_one_name_on_two_disks_is_two_directories(tmp_path: Path, there: bool) -
         directories[1].mkdir()
     line = lines_of(checked(directories), Refusal)
     assert line == (
-        "checkpoint_dir is /w/checkpoints on rank 0 (node-0) and /w/checkpoints on rank 1 (node-1), which are not the"
-        " same directory: what rank 0 writes is not there on rank 1. Give all ranks one that all of them see"
+        "checkpoint_dir is /w/checkpoints on rank 0 (node-0) and /w/checkpoints on rank 1 (node-1): what rank 0 writes"
+        " has not come into sight on rank 1 within 0.3 s: it is not the same directory, or a mount that caches names."
+        " Give all ranks one that all of them see"
     )
     assert list(directories[0].iterdir()) == []
     assert directories[1].exists() == there
@@ -96,6 +98,37 @@ def test_a_shared_directory_passes_though_it_comes_into_sight_late(tmp_path: Pat
         assert checked([directory] * 2) == [None, None]
     assert len(looks) == 3
     assert list(directory.iterdir()) == []
+
+
+@pytest.mark.usefixtures("machines")
+def test_a_mount_that_caches_names_has_as_long_as_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listings that are kept for a minute: refused for good after 10 s, though saves would have waited."""
+    paused, now, listed = list[float](), [0.0], os.listdir
+
+    def sleeps(seconds: float) -> None:
+        if HERE.rank == 1:
+            paused.append(seconds)
+            now[0] += seconds
+
+    monkeypatch.setattr(opening, "SIGHT_PAUSES_SECONDS", (0.2, 0.5, 1.0, 3.0, 6.0))
+    monkeypatch.setattr(opening, "OUT_OF_SIGHT_SECONDS", 60.0)
+    monkeypatch.setattr(opening.time, "sleep", sleeps)
+
+    def cached(path: object = ".") -> list[str]:
+        return [] if HERE.rank == 1 and now[0] < 59.5 else listed(path)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(os, "listdir", cached)
+    assert checked([tmp_path] * 2) == [None, None]
+    assert sum(paused) == pytest.approx(60.0)
+    assert max(paused) == 6.0
+
+
+@pytest.mark.usefixtures("machines")
+@pytest.mark.parametrize(("rank", "name", "how"), [(0, "open", "written"), (1, "listdir", "read")])
+def test_a_rank_without_memory_tells_the_others(tmp_path: Path, rank: int, name: str, how: str) -> None:
+    """It ended alone, and the others waited for it."""
+    with on_rank(rank, name, lambda: MemoryError("no room")):
+        assert f"cannot be {how} on rank {rank} (MemoryError: no room)" in lines_of(checked([tmp_path] * 2), Trouble)
 
 
 @pytest.mark.usefixtures("machines")
@@ -139,14 +172,15 @@ def test_another_name_on_one_machine_is_looked_at(tmp_path: Path) -> None:
 
 def test_who_cannot_tell_its_machine_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the kernel's word (gVisor, a hidden /proc) equal names say nothing."""
-    monkeypatch.setattr(opening, "SIGHT_PAUSES_SECONDS", ())
+    monkeypatch.setattr(opening, "SIGHT_PAUSES_SECONDS", (0.05,))
+    monkeypatch.setattr(opening, "OUT_OF_SIGHT_SECONDS", 0.1)
     monkeypatch.setattr(opening, "_real", lambda directory: "/w/checkpoints")
 
     def gone() -> str:
         raise PermissionError(13, "Permission denied", "/proc/sys/kernel/random/boot_id")
 
     monkeypatch.setattr(opening, "boot_id", gone)
-    assert "which are not the same" in lines_of(checked([tmp_path / "0", tmp_path / "1"]), Refusal)
+    assert "it is not the same directory, or" in lines_of(checked([tmp_path / "0", tmp_path / "1"]), Refusal)
     assert checked([tmp_path / "0"] * 2) == [None, None]
     # Nobody else could see another one.
     assert checked([tmp_path / "alone"]) == [None]
@@ -240,4 +274,5 @@ def test_what_rank_0_meets_as_it_counts_epochs_all_hear(
         raise error
 
     monkeypatch.setattr(CheckpointStore, "next_epoch", fails)
-    assert str(error) in lines_of(together(2, lambda group: next_epoch(store, group)), Trouble)
+    for ranks in (1, 2):
+        assert str(error) in lines_of(together(ranks, lambda group: next_epoch(store, group)), OSError)

@@ -18,9 +18,8 @@ from dalsegno.elastic.data import counts
 from dalsegno.elastic.rank.agreement import Unlike
 from dalsegno.swift_plugin.hf import evaluating
 from dalsegno.swift_plugin.hf.evaluating import check_alike
-from tests.unit.elastic.data.test_evaluator import Threads
-
 from dalsegno.swift_plugin.hf.trainer import elastic_class
+from tests.unit.elastic.data.test_evaluator import Threads
 
 CPU = torch.device("cpu")
 TRAINER = SimpleNamespace(args=SimpleNamespace(device=CPU))
