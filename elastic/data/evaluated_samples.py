@@ -87,7 +87,7 @@ class _Looked(Dataset[Inspected]):
 
     def __getattr__(self, name: str) -> Any:
         # Not what Python itself asks for, above all while this is unpickled.
-        if name.startswith("__") or "_looked" not in self.__dict__:
+        if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__dict__["_looked"], name)
 

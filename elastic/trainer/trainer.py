@@ -225,8 +225,9 @@ class Trainer:
             self._load(s, plan, stayed=stayed)
         if self.evaluator is not None:
             # Before the first step: at the first evaluation the steps before it would be for nothing.
-            told = {"interruptible": True, "busy": s.busy, "check_data": self.check_data}
-            self.evaluator.check(self._strategy.model, device=self._where, **told)
+            self.evaluator.check(
+                self._strategy.model, device=self._where, interruptible=True, busy=s.busy, check_data=self.check_data
+            )
         if self._stays:
             s.may_stay, s.survivor.loop_stays = self._may_stay, True
         held = self._strategy

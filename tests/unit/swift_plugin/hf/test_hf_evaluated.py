@@ -112,7 +112,9 @@ def held_out(data: Any, kind: Any = SimpleNamespace, **options: Any) -> Any:
     """A Trainer that will evaluate these."""
     told = {"eval_strategy": "steps", "eval_batch_size": 4, "world_size": 2, "device": CPU, **options}
     made = kind()
-    made.args, made.eval_dataset, made.accelerator = SimpleNamespace(**told), data, SimpleNamespace()
+    made.args, made.eval_dataset = SimpleNamespace(**told), data
+    config = SimpleNamespace(dispatch_batches=told.pop("dispatch_batches", None))
+    made.accelerator = SimpleNamespace(dataloader_config=config)
     return made
 
 
@@ -135,10 +137,11 @@ class OwnLoader(SimpleNamespace):
         ),
         (lambda rank: held_out(range((40, 36)[rank]), eval_strategy="no"), ""),
         (lambda rank: held_out(range((40, 36)[rank]), OwnLoader), ""),
+        (lambda rank: held_out(range((40, 1)[rank]), dispatch_batches=True), ""),
         (lambda rank: held_out(range(40) if rank else None), ""),
         (lambda rank: held_out(Rows()), ""),
     ],
-    ids=["length", "one of several", "batches", "not evaluated", "own loader", "none on a rank", "stream"],
+    ids=["length", "one of several", "batches", "not evaluated", "own loader", "rank 0 reads", "none here", "stream"],
 )
 def test_what_is_known_before_the_first_step(monkeypatch: pytest.MonkeyPatch, make: Any, line: str) -> None:
     """The steps until the first evaluation were for nothing."""
