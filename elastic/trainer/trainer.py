@@ -223,14 +223,12 @@ class Trainer:
         check_steps(s, self.max_steps)
         with s.meetings.telling():
             self._load(s, plan, stayed=stayed)
-        if self.evaluator is not None:
+        held = self._strategy
+        if (one := self.evaluator) is not None:
             # Before the first step: at the first evaluation the steps before it would be for nothing.
-            self.evaluator.check(
-                self._strategy.model, device=self._where, interruptible=True, busy=s.busy, check_data=self.check_data
-            )
+            one.check(held.model, device=self._where, interruptible=True, busy=s.busy, check_data=self.check_data)
         if self._stays:
             s.may_stay, s.survivor.loop_stays = self._may_stay, True
-        held = self._strategy
         s.examination.learn_parts(held.model, held.optimizer)
         s.copies.know(held.model, held.optimizer, scheduler=held.scheduler, saved=True)
         s.examination.learn(stateless=forgetful(self.callbacks), twins=tuple(self._hooks.alike))
@@ -423,9 +421,7 @@ class Trainer:
     # Evaluation.
 
     def _due(self, step: int, *, last: bool) -> bool:
-        if self.evaluator is None:
-            return False
-        return last or bool(self.evaluate_every and step % self.evaluate_every == 0)
+        return self.evaluator is not None and (last or bool(self.evaluate_every and step % self.evaluate_every == 0))
 
     def _evaluate(self, interrupt: Callable[[], bool] | None) -> bool:
         """Evaluates the present step. If a leave cuts it short, it is owed, also by the run that resumes here."""
