@@ -35,7 +35,9 @@ _ALLOWED: tuple[Callable[..., Any], ...] = (*SAFE_CLASSES, member)
 # Here and not around each save: files are also written later, by a thread, and by DeepSpeed where nobody asked us.
 write_by_value(SAFE_CLASSES)
 # Of Python's own modules, those whose classes only hold values.
-_PLAIN = {"argparse", "collections", "datetime", "decimal", "fractions", "pathlib", "uuid"}
+_PLAIN = {"argparse", "array", "collections", "datetime", "decimal", "fractions", "ipaddress", "pathlib", "uuid"}
+# Such classes of modules that also have others. (A zoneinfo.ZoneInfo is called by name, and so never read.)
+_PLAIN_CLASSES = {"random.Random", "time.struct_time", "types.SimpleNamespace"}
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -171,4 +173,4 @@ def _runs_anything(name: str) -> bool:
         found = getattr(builtins, attribute, None)
         return not isinstance(found, type) or found is type
     outer = module.partition(".")[0]
-    return outer in sys.stdlib_module_names and outer not in _PLAIN
+    return outer in sys.stdlib_module_names and outer not in _PLAIN and f"{module}.{attribute}" not in _PLAIN_CLASSES

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import array
 import copy
 import importlib
 import io
+import ipaddress
 import operator
 import os
 import pickle
+import random
 import subprocess
+import time
+import types
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -25,7 +30,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from dalsegno.elastic.saving.bundles import refused_of
 from dalsegno.elastic.saving.writing import write_files
-from dalsegno.elastic.universal.loading import describe_refusal, load, only_safe_loading
+from dalsegno.elastic.universal.loading import allowing, describe_refusal, load, only_safe_loading
 
 # What CPython 3.11.2 writes for ZeroStageEnum.gradients.
 BY_NAME = (
@@ -159,6 +164,7 @@ def refused(tmp_path: Path, content: Any) -> str:
         Call(subprocess.Popen, "true"),
         Call(operator.attrgetter, "x"),
         Call(importlib.import_module, "os"),
+        Call(time.sleep, 0),
     ],
     ids=lambda call: getattr(call.function, "__qualname__", ""),
 )
@@ -174,6 +180,35 @@ def test_classes_may_be_trusted(tmp_path: Path, content: Any) -> None:
     """Those of a script, and those of Python's own that only hold values."""
     said = refused(tmp_path, Call(type(content), 1))
     assert said.endswith("which is not on the list of what is loaded from checkpoints; if you trust it: so")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        array.array("i", [1, 2]),
+        ipaddress.ip_address("10.0.0.1"),
+        random.Random(7),
+        time.gmtime(0),
+        types.SimpleNamespace(a=1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_plain_values_of_python_may_be_trusted_and_then_are_read(tmp_path: Path, value: Any) -> None:
+    """They were called unsafe, as if they could run code."""
+    path = saved(tmp_path / "file", value)
+    with pytest.raises(pickle.UnpicklingError) as found:
+        load(path)
+    assert describe_refusal("step-7", found.value, "; if you trust it: so").endswith("; if you trust it: so")
+    with allowing([f"{type(value).__module__}.{type(value).__qualname__}"]):
+        again = load(path)["zero_stage"]
+    assert pickle.dumps(again, 2) == pickle.dumps(value, 2)
+
+
+@pytest.mark.parametrize("name", ["types.FunctionType", "types.CodeType", "random._urandom", "time.SimpleNamespace"])
+def test_their_modules_have_more_than_values(name: str) -> None:
+    """So only the classes themselves are plain."""
+    error = pickle.UnpicklingError(f"Unsupported global: GLOBAL {name} was not an allowed global by default.")
+    assert describe_refusal("step-7", error, "; if you trust it: so").endswith(": it is not safe to load")
 
 
 def test_a_refusal_without_a_name_advises_nothing() -> None:
