@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import pwd
+import shlex
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -159,24 +160,40 @@ def unreadable(directory: Path, error: OSError) -> UnreadableError:
     found, me = _found(path), os.geteuid()
     # Whoever runs the job has made the run's directory.
     run = _found(directory.parent)
-    help_ = f"let {user(me)} read it"
-    whose = ""
+    ours = run is not None and run.st_uid == me
+    # The rest of a checkpoint is as closed as the first file in it that is met.
+    within = path == directory or directory in path.parents
+    whole = shlex.quote(str(directory if within else path))
+    help_, whose = f"let {user(me)} read it", ""
     if found is not None:
         whose = f": {path} belongs to {user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o}), this agent is of"
         whose += f" {user(me)}"
-        if found.st_uid == me:
-            help_ = f"let it be read (`chmod -R u+rwX {path}`)"
-        elif run is not None and run.st_uid == me:
+        if found.st_uid == me and _lets_its_owner(found):
+            help_ = "let it be read (a rule of the mount forbids it: ACL, SELinux)"
+        elif found.st_uid == me:
+            help_ = f"let it be read (`chmod -R u+rwX {whole}`)"
+        elif ours:
+            like = shlex.quote(str(directory.parent))
             help_ = (
                 "let one user run all of a job, and give that user what is there (as root: `chown -R"
-                f" --reference={directory.parent} {path}`)"
+                f" --reference={like} {whole}`)"
             )
         else:
             help_ = f"let {user(found.st_uid)} run all of the job, as before"
+    if ours and within:
+        # The owner of a directory may rename another's in it, also one that only that user may enter.
+        aside = shlex.quote(str(directory.with_name(f"aside-{directory.name}")))
+        help_ += f", or, to go back without it: `mv {whole} {aside}`"
     return UnreadableError(
-        f"{directory.name} is there, but this agent cannot read it ({error.strerror}){whose}. The run does not go on"
-        f" without it: {help_}; another --job-id begins anew"
+        f"{directory.name} is there, and may be the newest checkpoint, but this agent cannot read it"
+        f" ({error.strerror}){whose}. The run does not go on without it: {help_}; another --job-id begins anew"
     )
+
+
+def _lets_its_owner(found: os.stat_result) -> bool:
+    """Whether the mode lets the owner read the file, or a directory's files."""
+    needed = stat.S_IRUSR | (stat.S_IXUSR if stat.S_ISDIR(found.st_mode) else 0)
+    return found.st_mode & needed == needed
 
 
 def _in_the_way(root: Path, error: OSError) -> Path:

@@ -42,7 +42,7 @@ from .forms import is_form, with_forms
 from .private import PRIVATE, NotPrivateError, check_private, read_private
 from .problems import is_gone
 from .room import prune_replaced
-from .survey import Manifests, Survey, look_at, newest_of, runs_in_order
+from .survey import Manifests, Survey, look_at, looked_again, newest_of, runs_in_order
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
 
@@ -209,11 +209,11 @@ class Storage:
         self.deletion, self.keeps_spares = threading.Lock(), False
 
     def survey(self, deliver: Callable[[Survey], None], failed: Callable[[str], None]) -> None:
-        """Looks at the job's directory once."""
+        """Looks at the job's directory: once, but where this user may not read it, for about two seconds."""
 
         def work() -> None:
             try:
-                survey = self.directory.survey()
+                survey = looked_again(self.directory.survey, self._closing)
             except OSError as error:
                 failed(unread(self.directory.root, error))
                 return

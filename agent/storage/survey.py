@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, is_checkpoint_name
 from dalsegno.elastic.checkpoint.errors import printable
@@ -22,9 +22,9 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import run_number
 from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_UNUSABLE
 
-from .complaint import is_forbidden, unreadable
+from .complaint import UnreadableError, is_forbidden, unreadable
 
-__all__ = ["Manifests", "Survey", "look_at", "newest_of", "runs_in_order"]
+__all__ = ["Manifests", "Survey", "look_at", "looked_again", "newest_of", "runs_in_order"]
 
 # A Join always reports so many of the newest, and so many of each of the last epochs. What a closed epoch sealed too
 # late to be recorded is among these, because that was the last thing that the epoch did.
@@ -32,6 +32,9 @@ _NEWEST, _EPOCHS, _OF_EPOCH = 16, 8, 4
 # A master deletes checkpoints that it does not know once the run has gone on without them. So a Join reports only what
 # Register could report to a master without memory: the newest 256, including forms and best ones.
 _RECENT = 100
+# Seconds between the looks of a node that registers at what its user may not read. That may be over in a moment: a
+# `chown -R` goes through the files, or a ticket is renewed. A supervisor takes the exit that follows as final.
+_FORBIDDEN_PAUSES_SECONDS = (0.1, 0.2, 0.4, 0.6, 0.7)
 # How many manifests' descriptions an agent remembers.
 _REMEMBERED = 1024
 
@@ -128,6 +131,29 @@ class Manifests:
             self._logged[directory] = text
             while len(self._logged) > _REMEMBERED:
                 del self._logged[next(iter(self._logged))]
+
+
+def looked_again(look: Callable[[], Survey], closing: Event) -> Survey:
+    """What a look at the job's directory finds; repeated for about two seconds while this user may not read it.
+
+    Args:
+        look: looks once.
+        closing: set when nobody waits for it any more.
+
+    Raises:
+        OSError: the last look's.
+    """
+    for pause in _FORBIDDEN_PAUSES_SECONDS:
+        try:
+            return look()
+        except OSError as error:
+            if not (isinstance(error, UnreadableError) or is_forbidden(error)):
+                raise
+            logger.info("the checkpoint directory is looked at again: %s", error)
+        # No event tells of a change of rights.
+        if closing.wait(pause):
+            break
+    return look()
 
 
 def newest_of(run_dir: Path, manifests: Manifests, most: int = MOST_CHECKPOINTS) -> list[control_pb2.Checkpoint]:

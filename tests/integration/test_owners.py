@@ -45,5 +45,6 @@ def test_a_run_neither_begins_anew_nor_goes_back(tmp_path: Path, closed: tuple[s
             Machine().kill(claim.pid, claim.start_time)
     assert done.returncode == 2
     assert "it trains" not in done.stdout
-    assert f"step-3.e2.1 is there, but this agent cannot read it (Permission denied): {run}/step-3.e2.1" in done.stderr
+    said = "step-3.e2.1 is there, and may be the newest checkpoint, but this agent cannot read it (Permission denied)"
+    assert f"{said}: {run}/step-3.e2.1" in done.stderr
     assert f"belongs to user {STRANGER} (mode 700), this agent is of user root." in done.stderr

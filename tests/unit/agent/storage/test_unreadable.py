@@ -6,9 +6,12 @@ import errno
 import logging
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +20,11 @@ import pytest
 from dalsegno.agent.storage.complaint import UnreadableError
 from dalsegno.agent.storage.job_directory import JobDirectory, Storage, Survey
 from dalsegno.elastic.checkpoint import Manifest
+from dalsegno.elastic.checkpoint.inventory import Inventory, inspect
 from tests.unit.agent.storage.test_survey import put, told
 
 Close = Callable[..., None]
+UNREAD = "is there, and may be the newest checkpoint, but this agent cannot read it"
 
 
 @pytest.fixture
@@ -59,7 +64,7 @@ def test_who_may_not_read_the_newest_does_not_register(directory: JobDirectory, 
     run = directory.run("run-0001")
     old, middle, new = put(run, "step-1.e1.1"), put(run, "step-2.e1.1"), put(run, "step-3.e2.1")
     close(new.name)
-    with pytest.raises(UnreadableError, match=f"^{new.name} is there, but this agent cannot read it"):
+    with pytest.raises(UnreadableError, match=f"^{new.name} {UNREAD}"):
         directory.survey()
     close(old.name, middle.name, new.name)
     with pytest.raises(UnreadableError, match=f"^{new.name} is there"):
@@ -88,9 +93,50 @@ def test_the_registration_is_refused_in_one_line(directory: JobDirectory, close:
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     try:
         storage.survey(lambda survey: said.put("registers"), said.put)
-        assert said.get(timeout=30).startswith("step-1.e1.1 is there, but this agent cannot read it")
+        assert said.get(timeout=30).startswith(f"step-1.e1.1 {UNREAD}")
     finally:
         storage.close()
+
+
+def test_a_registration_waits_out_what_is_over_in_a_moment(
+    directory: JobDirectory, close: Close, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `chown -R` that goes through the files, or a ticket that is renewed: exit 2 is final for a supervisor."""
+    new = put(directory.run("run-0001"), "step-1.e1.1")
+    close(new.name)
+    looks = []
+    survey = directory.survey
+
+    def surveys() -> Survey:
+        looks.append(1)
+        if len(looks) == 1:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory.runs))
+        if len(looks) == 4:
+            close()
+        return survey()
+
+    monkeypatch.setattr(directory, "survey", surveys)
+    storage = Storage(directory)
+    said: queue.SimpleQueue[Survey | str] = queue.SimpleQueue()
+    try:
+        storage.survey(said.put, said.put)
+        seen = said.get(timeout=30)
+        assert isinstance(seen, Survey), seen
+        assert told(seen) == {new.name}
+    finally:
+        storage.close()
+
+
+def test_a_registration_looks_no_more_once_the_agent_ends(directory: JobDirectory, close: Close) -> None:
+    """Nobody waits for it then."""
+    close(put(directory.run("run-0001"), "step-1.e1.1").name)
+    storage = Storage(directory)
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    began = time.monotonic()
+    storage.survey(lambda survey: said.put("registers"), said.put)
+    storage.close()
+    assert said.get(timeout=30).startswith("step-1.e1.1 is there")
+    assert time.monotonic() - began < 1.5
 
 
 def test_a_join_tells_nothing_without_what_may_be_the_newest(directory: JobDirectory, close: Close) -> None:
@@ -154,7 +200,7 @@ def test_the_console_says_why_and_a_look_goes_on(
     finally:
         storage.close()
     assert len(said) == 1
-    assert said[0].startswith("step-2.e1.1 is there, but this agent cannot read it (Permission denied)")
+    assert said[0].startswith(f"step-2.e1.1 {UNREAD} (Permission denied)")
     assert [record.getMessage().count(resume.name) > 0 for record in caplog.records] == [True]
 
 
@@ -189,6 +235,12 @@ except OSError as error:
 """
 
 
+def surveys(place: str) -> str:
+    """What user 6001's agent sees there, or the line that it ends with."""
+    words = [sys.executable, "-c", SURVEYS, place]
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout.strip()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 def test_what_root_has_saved_is_named_with_its_owner() -> None:
     """A user's job whose newest two checkpoints root has made, with its umask of 077: no line said more than "gone"."""
@@ -202,23 +254,89 @@ def test_what_root_has_saved_is_named_with_its_owner() -> None:
             os.chown(path, 6001, 6001)
         os.chmod(run / roots.name, 0o700)
         os.chmod(directory.private.parent, 0o755)
-
-        def surveys() -> str:
-            words = [sys.executable, "-c", SURVEYS, place]
-            return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout.strip()
-
-        assert surveys() == (
-            f"step-2.e1.1 is there, but this agent cannot read it (Permission denied): {run / roots.name} belongs to"
-            " user root (mode 700), this agent is of user 6001. The run does not go on without it: let one user run"
-            " all of a job, and give that user what is there (as root: `chown -R"
-            f" --reference={run} {run / roots.name}`); another --job-id begins anew"
+        newest, manifest = run / roots.name, run / roots.name / "MANIFEST.json"
+        beginning = f"step-2.e1.1 {UNREAD}"
+        give = f"let one user run all of a job, and give that user what is there (as root: `chown -R --reference={run}"
+        back = f"or, to go back without it: `mv {newest} {run}/aside-step-2.e1.1`; another --job-id begins anew"
+        assert surveys(place) == (
+            f"{beginning} (Permission denied): {newest} belongs to user root (mode 700), this agent is of user 6001."
+            f" The run does not go on without it: {give} {newest}`), {back}"
         )
-        os.chown(run / roots.name, 6001, 6001)
-        os.chmod(run / roots.name, 0o000)
-        assert "belongs to user 6001 (mode 0), this agent is of user 6001." in surveys()
-        assert f"`chmod -R u+rwX {run / roots.name}`" in surveys()
+        # A checkpoint that can be entered, with files of its owner's alone: all of them are to be given.
+        os.chmod(newest, 0o755)
+        os.chmod(manifest, 0o600)
+        assert surveys(place) == (
+            f"{beginning} (Permission denied): {manifest} belongs to user root (mode 600), this agent is of user 6001."
+            f" The run does not go on without it: {give} {newest}`), {back}"
+        )
+        os.chmod(newest, 0o700)
+        # In a run of root's, too, its user can neither be given it nor move it.
+        os.chown(run, 0, 0)
+        os.chmod(run, 0o755)
+        assert surveys(place).endswith(": let user root run all of the job, as before; another --job-id begins anew")
+        os.chown(run, 6001, 6001)
+        # The agent's own, of a mode that is wrong.
+        os.chown(newest, 6001, 6001)
+        os.chown(manifest, 6001, 6001)
+        os.chmod(manifest, 0o000)
+        assert f"{manifest} belongs to user 6001 (mode 0), this agent is of user 6001." in surveys(place)
+        assert surveys(place).endswith(f" let it be read (`chmod -R u+rwX {newest}`), {back}")
+        os.chmod(newest, 0o000)
+        assert f"{newest} belongs to user 6001 (mode 0), this agent is of user 6001." in surveys(place)
+        assert surveys(place).endswith(f" let it be read (`chmod -R u+rwX {newest}`), {back}")
+        os.chmod(newest, 0o700)
+        os.chmod(manifest, 0o600)
+        assert surveys(place) == "['step-2.e1.1', 'step-1.e1.1']"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_who_moves_it_aside_goes_back_without_it() -> None:
+    """As the line says, without root: a directory of another's can be renamed where it is. Nobody deletes it then."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o777)
+        directory = JobDirectory(Path(place), "job")
+        directory.prepare()
+        run = directory.run("run-0001")
+        mine, roots = put(run, "step-1.e1.1"), put(run, "step-2.e1.1")
+        for path in (directory.private, directory.runs, run, run / mine.name, run / mine.name / "MANIFEST.json"):
+            os.chown(path, 6001, 6001)
         os.chmod(run / roots.name, 0o700)
-        assert surveys() == "['step-2.e1.1', 'step-1.e1.1']"
+        os.chmod(directory.private.parent, 0o755)
+        line = surveys(place)
+        move = line.partition("to go back without it: `")[2].partition("`")[0]
+        assert move.startswith("mv ")
+        subprocess.run(["sh", "-c", move], check=True, user=6001, group=6001, extra_groups=[], cwd="/")
+        aside = run / f"aside-{roots.name}"
+        assert aside.is_dir()
+        assert surveys(place) == "['step-1.e1.1']"
+        # Root, who may delete everything, deletes all but that.
+        os.chmod(aside, 0o755)
+        (run / "step-1.e1.2").mkdir()
+        storage = Storage(directory)
+        try:
+            storage.sweep("run-0001", 9)
+            done = threading.Event()
+            storage.prune("run-0001", [mine.to_proto().ref, roots.to_proto().ref], lambda pruned: done.set())
+            assert done.wait(30)
+        finally:
+            storage.close()
+        assert inspect(run) == Inventory((), ())
+        assert {path.name for path in aside.iterdir()} >= {"MANIFEST.json"}
+
+
+def test_what_a_rule_of_the_mount_forbids_no_mode_mends(
+    directory: JobDirectory, close: Close, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the agent's own file of mode 600 the line told its owner to let him read it by `chmod`."""
+    run = directory.run("run-0001")
+    new = put(run, "step-1.e1.1")
+    close(new.name)
+    rule = "The run does not go on without it: let it be read (a rule of the mount forbids it: ACL, SELinux), or"
+    with pytest.raises(UnreadableError, match=re.escape(rule)):
+        directory.survey()
+    os.chmod(run / new.name / "MANIFEST.json", 0o200)
+    with pytest.raises(UnreadableError, match=re.escape(f"let it be read (`chmod -R u+rwX {run / new.name}`), or")):
+        directory.survey()
 
 
 def test_a_run_of_another_user_is_named_with_its_owner(
