@@ -21,7 +21,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from pickle import UnpicklingError
@@ -70,6 +70,8 @@ _ROUND_ROBIN = (
 
 # The first files of model states of all ranks that share a model; at stage 3 with the first prefix.
 _SHARED = re.compile(r"(zero_pp_rank_0_)?mp_rank_\d+_model_states\.pt")
+# Of each layer of a pipeline a file for each rank of tensor parallelism.
+_LAYERS = re.compile(r"layer_\d+-.*model_states\.pt")
 _ANY = re.compile(".*")
 
 
@@ -192,7 +194,8 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_sc
         # The manifest describes the DeepSpeed and the engine that saved, which need not be these.
         raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
     mark("built")
-    with _loading(resume) as files, _only_what_is_safe(files.path), each_once(), paused():
+    read = _LAYERS if isinstance(engine.module, PipelineModule) else _SHARED
+    with _loading(resume, read) as files, _only_what_is_safe(files.path), each_once(), paused():
         with refused_together(), _unless_damaged(files):
             if not isinstance(engine.module, PipelineModule):
                 check_groups(engine, engine_directory(files.path))
@@ -217,15 +220,19 @@ def restore_weights(engine: Any, resume: Resume) -> None:
         if engine.zero_nvme_offload_optimizer():
             raise RuntimeError("weights_only: the optimizer keeps its weights on NVMe, where they cannot be replaced")
     mark("built")
-    with _loading(resume) as files, each_once(), paused():
+    with _loading(resume, _ANY) as files, each_once(), paused():
         # What is left as it is would be each rank's own: DeepSpeed need not send what all load.
         load_weights(engine, files.path, optimizers=True, strict=True)
     mark("loaded")
 
 
 @contextmanager
-def _loading(resume: Resume) -> Iterator[Resume]:
+def _loading(resume: Resume, read: re.Pattern[str]) -> Iterator[Resume]:
     """A session's resume point may be read while it is verified, and its manifest says what was saved.
+
+    Args:
+        read: Which files of what was saved are read also where the universal form is loaded, by the last part of their
+            paths. The others may be gone then.
 
     Raises:
         OSError: This rank does not see a file that the manifest lists, and it matters. Another start may see it.
@@ -234,38 +241,43 @@ def _loading(resume: Resume) -> Iterator[Resume]:
         yield resume
         return
     with resume.loading() as files:
-        if files.universal_at is None:
-            # They are counted: as many ranks shared the model.
-            _check_seen(files, _SHARED)
+        _check_seen(files, read)
         try:
             yield files
         except (AssertionError, AttributeError, KeyError, RuntimeError) as error:  # DeepSpeed's and ours
-            _check_seen(files, cause=error)
+            _check_seen(files, read, cause=error)
             raise
 
 
-def _check_seen(resume: ResumePoint, names: re.Pattern[str] = _ANY, cause: Exception | None = None) -> None:
+def _check_seen(resume: ResumePoint, read: re.Pattern[str], cause: Exception | None = None) -> None:
     """Checks that files of what is loaded are in sight. In memory a node has, and has verified, what its ranks need.
 
     Args:
-        names: Of which files, by the last part of their paths.
-        cause: What was met without them.
+        read: See `_loading`.
+        cause: What was met without them. None: only those are looked for of which DeepSpeed counts what it finds, as
+            many as ranks shared the model.
 
     Raises:
         OSError: One is not, and the manifest lists it.
     """
     if resume.in_memory:
         return
-    directory, manifest = resume.saved_at, resume.manifest
-    if resume.universal_at is not None:
-        directory = resume.universal_at
-        try:
-            manifest = Manifest.read(directory)
-        except CheckpointDamaged:
-            return
-    for file in (directory / one.path for one in manifest.files):
-        if names.fullmatch(file.name) and not file.is_file():
-            raise OSError(f"{file} is not here, although the checkpoint's manifest lists it") from cause
+    for directory, manifest, names in _listings(resume, read):
+        for file in (directory / one.path for one in manifest.files):
+            counted = _SHARED.fullmatch(file.name) or _LAYERS.fullmatch(file.name)
+            if names.fullmatch(file.name) and (counted or cause is not None) and not file.is_file():
+                raise OSError(f"{file} is not here, although the checkpoint's manifest lists it") from cause
+
+
+def _listings(resume: ResumePoint, read: re.Pattern[str]) -> Iterator[tuple[Path, Manifest, re.Pattern[str]]]:
+    """The directories that are loaded, what each should have, and which of that is read."""
+    if resume.universal_at is None:
+        yield resume.saved_at, resume.manifest, _ANY
+        return
+    yield resume.saved_at, resume.manifest, read
+    # Damage is for a verification to find.
+    with suppress(CheckpointDamaged):
+        yield resume.universal_at, Manifest.read(resume.universal_at), _ANY
 
 
 def _unless_damaged(resume: Resume) -> AbstractContextManager[None]:
