@@ -21,7 +21,8 @@ from tests.unit.elastic.checkpoint.test_checkpoint import manifest_for
 from tests.unit.elastic.saving.test_resuming import point
 
 MODEL, VALUES = "mp_rank_00_model_states.pt", "zero/weight/fp32.pt"
-LAYER, SHARD = "layer_00-model_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+LAYER, SLICE = "layer_00-model_states.pt", "layer_01-model_00-model_states.pt"
+SHARD = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 NOT_HERE = "is not here, although the checkpoint's manifest lists it"
 
 
@@ -125,17 +126,17 @@ def test_shards_that_were_converted_are_not_read(tmp_path: Path, monkeypatch: py
         load(resume)
 
 
-@pytest.mark.parametrize("hidden", [LAYER, MODEL])
+@pytest.mark.parametrize("hidden", [LAYER, SLICE, MODEL])
 def test_of_a_converted_pipeline_the_layers_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str
 ) -> None:
     """They are loaded from what was saved, as many files as DeepSpeed finds of each. Its model states are not."""
-    resume = converted(tmp_path, MODEL, LAYER)
+    resume = converted(tmp_path, MODEL, LAYER, SLICE)
     monkeypatch.setattr(engine, "PipelineModule", type(None))
     monkeypatch.setattr(engine, "_load", lambda *given: {})
     load(resume)
     (resume.saved_at / hidden).unlink()
-    with pytest.raises(OSError, match=f"{LAYER} {NOT_HERE}") if hidden == LAYER else nullcontext():
+    with nullcontext() if hidden == MODEL else pytest.raises(OSError, match=f"{hidden} {NOT_HERE}"):
         load(resume)
 
 
