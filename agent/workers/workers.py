@@ -298,7 +298,8 @@ class WorkersContext(SubprocessContext):
     def _start(self) -> None:
         directory = self._home.enter()
         # Behind it: the script may be looked for in that directory.
-        self._pool = self._pool if self._script.adoptable else None
+        if self._pool is not None and not self._script.adoptable:
+            self._pool = None
         for rank in range(self.nprocs):
             process = self._adopt(rank, directory) or self._start_cold(rank)
             ended = threading.Event()

@@ -34,6 +34,7 @@ from dalsegno.agent.standby.standby_pool import StandbyPool
 from dalsegno.agent.workers import workers
 from dalsegno.agent.workers.worker_link import WorkerLink
 from dalsegno.agent.workers.workers import WorkersContext
+from dalsegno.agent.workers.working_directory import WorkingDirectory
 from dalsegno.protos import worker_pb2
 from tests.support.jobs.local_processes import process_state
 
@@ -134,6 +135,7 @@ class Node:
             },
             DefaultLogsSpecs(log_dir=str(self.directory / "logs"), redirects=Std.ALL),
             None,
+            WorkingDirectory(),
             pool,
             self.lifeline,
             self.link,

@@ -26,6 +26,7 @@ from dalsegno.agent.shell.telling import Teller
 from dalsegno.agent.storage.job_directory import JobDirectory, Survey
 from dalsegno.agent.workers import workers
 from dalsegno.agent.workers.workers import WorkersContext
+from dalsegno.agent.workers.working_directory import WorkingDirectory
 from dalsegno.protos import control_pb2, worker_pb2
 
 from . import threads
@@ -181,6 +182,7 @@ class Workers(WorkersContext):
         self._group = group
         self._link = link  # type: ignore[assignment]
         self._lifeline: Any = _Nothing()
+        self._home, self._pool = WorkingDirectory(), None
         self._on_exit = on_exit
         self._running = []
         self._lock = threads.Lock()  # type: ignore[assignment]
@@ -193,7 +195,7 @@ class Workers(WorkersContext):
     def pids(self) -> dict[int, int]:
         return {rank: one.process.pid for rank, one in enumerate(self._running)}
 
-    def _adopt(self, rank: int) -> None:
+    def _adopt(self, rank: int, directory: str) -> None:
         return None
 
     def _start_cold(self, rank: int) -> Any:
