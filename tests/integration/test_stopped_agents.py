@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from dalsegno.agent.control import awake, claim, embedded, locks
 from dalsegno.agent.control.claim import Claim, ClaimFile
 from dalsegno.agent.control.embedded import EmbeddedMaster, MasterError
+from dalsegno.agent.control.locks import JobLocks
 from dalsegno.agent.control.machine import Machine
 from tests.support.jobs.local_processes import is_same_process, process_state
 from tests.support.jobs.master_process import eventually
@@ -131,25 +132,20 @@ def test_nothing_is_ended_whose_successor_could_not_be_claimed(job: Job, monkeyp
 
 def test_ctrl_z_waits_for_what_is_done_under_a_lock(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both, the start of a master and the move of its counter."""
-    inside: dict[str, int] = {}
-    bumped = threading.Event()
-    start, bump = embedded.start_master, ClaimFile.bump
+    inside: dict[str, list[int]] = {}
+    sign = JobLocks._sign
 
-    def starting(*args: Any) -> Any:
-        inside["start"] = job.inside
-        return start(*args)
+    def signing(self: JobLocks, name: str) -> None:
+        inside.setdefault(name, []).append(job.inside)
+        sign(self, name)
 
-    def bumping(self: ClaimFile, before: Claim) -> Claim | None:
-        inside["bump"] = job.inside
-        bumped.set()
-        return bump(self, before)
-
-    monkeypatch.setattr(embedded, "start_master", starting)
-    monkeypatch.setattr(ClaimFile, "bump", bumping)
+    monkeypatch.setattr(JobLocks, "_sign", signing)
     job.view.start()
-    assert bumped.wait(30)
+    # Once before the start, once for the claim, then for each move of its counter.
+    eventually(lambda: len(inside.get("claim.lock", [])) > 3, 30)
     eventually(lambda: job.inside == 0, 20)
-    assert inside == {"start": 1, "bump": 1}
+    assert inside.keys() == {"start.lock", "claim.lock"}
+    assert min(itertools.chain(*inside.values())) > 0
 
 
 def test_who_was_stopped_while_it_waited_asks_once_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
