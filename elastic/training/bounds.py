@@ -24,9 +24,10 @@ def check_steps(session: BareSession, max_steps: int | None) -> None:
     Raises:
         Refusal: There are more. As many are the end: perhaps the run has just not been called finished yet.
     """
+    if max_steps is None or session.step <= max_steps:
+        return
     # Nobody means to train with 0 steps: it is a way to evaluate, and where no master is the run goes on behind it.
-    evaluates = session.alone and max_steps == 0
-    if max_steps is not None and not evaluates and session.step > max_steps:
+    if not (max_steps == 0 and session.alone):
         plural = "" if max_steps == 1 else "s"
         wants = f"the run is at step {session.step}, and the script wants {max_steps} step{plural}"
         _refuse(session, f"{wants}: give at least {session.step}")

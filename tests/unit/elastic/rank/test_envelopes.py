@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,6 +154,8 @@ def test_real_ranks_end_alike() -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank)],
+            # Whose modules the ranks share.
+            cwd=Path(__file__).parents[4],
             env={**os.environ, **place, "RANK": str(rank)},
             stdout=subprocess.PIPE,
         )

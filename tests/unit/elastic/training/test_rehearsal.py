@@ -40,7 +40,10 @@ def test_rank_0_alone_saves_is_not_said_with_a_function_that_does_nothing(
         met = Meetings(group, None)
         compare: Any = met.compare
         session: Any = SimpleNamespace(
-            meetings=met, can_save=True, compare=lambda told, *, problem, final: compare(told, problem, final=final)
+            meetings=met,
+            can_save=True,
+            step=0,
+            compare=lambda told, *, problem, final: compare(told, problem, final=final),
         )
         whole = alike or group.rank == 0
         if in_background:
