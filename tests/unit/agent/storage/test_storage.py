@@ -67,13 +67,6 @@ def replace_ref(run_dir: Path, name: str) -> Any:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> JobDirectory:
-    one = JobDirectory(tmp_path / "ck", "job")
-    one.prepare()
-    return one
-
-
-@pytest.fixture
 def storage(directory: JobDirectory) -> Iterator[Storage]:
     one = Storage(directory)
     yield one

@@ -57,13 +57,6 @@ def put(run: Path, name: str, **changes: Any) -> Manifest:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> JobDirectory:
-    one = JobDirectory(tmp_path / "ck", "job")
-    one.prepare()
-    return one
-
-
-@pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each manifest was read."""
     counted: Counter[str] = Counter()

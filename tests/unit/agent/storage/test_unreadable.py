@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,6 @@ from tests.unit.agent.storage.test_survey import put, told
 
 Close = Callable[..., None]
 UNREAD = "is there, and may be the newest checkpoint, but this agent cannot read it"
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> JobDirectory:
-    one = JobDirectory(tmp_path / "ck", "job")
-    one.prepare()
-    return one
 
 
 @pytest.fixture
@@ -251,9 +245,9 @@ def surveys(place: str) -> str:
     return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout.strip()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_what_root_has_saved_is_named_with_its_owner() -> None:
-    """A user's job whose newest two checkpoints root has made, with its umask of 077: no line said more than "gone"."""
+@contextlib.contextmanager
+def job_of_a_user() -> Iterator[tuple[str, JobDirectory, Manifest, Manifest]]:
+    """Where it is, that directory, and of its two checkpoints the user's, and the newer one that root has closed."""
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o777)
         directory = JobDirectory(Path(place), "job")
@@ -264,6 +258,14 @@ def test_what_root_has_saved_is_named_with_its_owner() -> None:
             os.chown(path, 6001, 6001)
         os.chmod(run / roots.name, 0o700)
         os.chmod(directory.private.parent, 0o755)
+        yield place, directory, mine, roots
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_what_root_has_saved_is_named_with_its_owner() -> None:
+    """A user's job whose newest two checkpoints root has made, with its umask of 077: no line said more than "gone"."""
+    with job_of_a_user() as (place, directory, _, roots):
+        run = directory.run("run-0001")
         newest, manifest = run / roots.name, run / roots.name / "MANIFEST.json"
         beginning = f"step-2.e1.1 {UNREAD}"
         give = f"let one user run all of a job, and give that user what is there (as root: `chown -R --reference={run}"
@@ -302,16 +304,8 @@ def test_what_root_has_saved_is_named_with_its_owner() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 def test_who_moves_it_aside_goes_back_without_it() -> None:
     """As the line says, without root: a directory of another's can be renamed where it is. Nobody deletes it then."""
-    with tempfile.TemporaryDirectory() as place:
-        os.chmod(place, 0o777)
-        directory = JobDirectory(Path(place), "job")
-        directory.prepare()
+    with job_of_a_user() as (place, directory, mine, roots):
         run = directory.run("run-0001")
-        mine, roots = put(run, "step-1.e1.1"), put(run, "step-2.e1.1")
-        for path in (directory.private, directory.runs, run, run / mine.name, run / mine.name / "MANIFEST.json"):
-            os.chown(path, 6001, 6001)
-        os.chmod(run / roots.name, 0o700)
-        os.chmod(directory.private.parent, 0o755)
         line = surveys(place)
         move = line.partition("to go back without it: `")[2].partition("`")[0]
         assert move.startswith("mv ")
