@@ -201,7 +201,12 @@ EVALUATED = {
         r"number of samples read of the iterable data set is 40 on rank 0, 32 \(its end\) on rank 1",
     ),
 }
+STREAMED = {"length": [40, 30], "stream": True, "max_steps": None, "data_epochs": 1}
+UNSAVED = {"save": False, "save_every": 0}
 ALL = {
+    "streamed": Told("ours", STREAMED),
+    "streamed, unsaved": Told("ours", {**STREAMED, **UNSAVED}),
+    "streamed alike": Told("ours", {**STREAMED, **UNSAVED, "length": 40}),
     **{name: Told(case, options) for name, (case, options, _) in {**UNLIKE, **TRAINERS}.items()},
     **{name: Told("trained", options) for name, (options, _) in EVALUATED.items()},
     "held out alike": Told("trained", {"held_out": 40}),
@@ -293,6 +298,24 @@ def test_ranks_that_evaluate_other_data(came: dict[str, Came], name: str) -> Non
     trained = {"held out, streamed": 2, "held out, streamed, in between": 1}.get(name, 0)
     assert [len(rank["steps"]) for rank in came[name].ranks] == [2 * trained] * 2
     assert [one.step for one in came[name].sealed()] == [trained] * bool(trained)
+
+
+@brings(
+    "an iterable data set without a length that is longer on some rank",
+    Comes.REFUSED,
+    "where the first of them ends, all ranks leave the loop, and what others have left would not be trained. Compared "
+    "as a step is saved, and as the loop ends; with `Batches`",
+    "give all ranks the same; the line says how far each has come",
+)
+@pytest.mark.parametrize(("name", "saved"), [("streamed", [2]), ("streamed, unsaved", [])])
+def test_a_stream_that_ends_sooner_on_one_rank(came: dict[str, Came], name: str, saved: list[int]) -> None:
+    """Such a run finished, where nothing was saved."""
+    (line,) = {rank["refused"] for rank in came[name].ranks}
+    assert line.startswith("Unlike: ")
+    assert "iterable data set is data_epoch=0 samples=36 on rank 0, data_epoch=1 samples=0 on rank 1" in line
+    assert [len(rank["steps"]) for rank in came[name].ranks] == [3, 3]
+    assert [one.step for one in came[name].sealed()] == saved
+    assert len(came["streamed alike"].steps) == 4
 
 
 def test_ranks_that_evaluate_the_same(came: dict[str, Came]) -> None:

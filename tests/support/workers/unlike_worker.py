@@ -59,11 +59,12 @@ class Case:
         return elastic.session(self.directory if self.here("directory", True) else None)
 
     def batches(self, s: BareSession) -> Batches[Any]:
-        length = self.here("length", LENGTH)
+        length, stream = self.here("length", LENGTH), self.here("stream", False)
         sampler = ElasticSampler(
-            length,
+            None if stream else length,
             self.here("global_batch", GLOBAL_BATCH),
             seed=self.here("seed", 3),
+            shuffle=not stream,
             drop_last=self.here("drop_last", False),
         )
         plan = BatchPlan(
@@ -74,8 +75,9 @@ class Case:
             self.here("pad", False),
         )
         tokens: Callable[..., int] | None = len if self.here("tokens", False) else None
+        rows = torch.arange(length)
         return Batches(
-            torch.arange(length),
+            Counted(rows) if stream else rows,
             sampler,
             plan,
             self.here("rank", self.rank),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -21,6 +21,7 @@ from dalsegno.elastic.data.epochs import DataEpoch
 from dalsegno.elastic.data.fetching import Fetcher, Maker
 from dalsegno.elastic.data.fetching import Stream as Parts
 from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.rank.envelopes import Statement, Unlike, judge
 from dalsegno.elastic.rank.exchange import Exchange, Flags
 from dalsegno.elastic.rank.meetings import Meetings
 from dalsegno.elastic.rank.reports import Reports
@@ -195,6 +196,41 @@ def test_the_training_loop_ends_with_the_stream(length: int | None) -> None:
     seen += [part.sample_ids for batch in training_steps(session, batches) for part in batch.micro_batches]
     assert (session.step, session.finished, batches.left) == (8, True, 0)
     assert [i for ids in seen for i in ids] == [*range(37), *range(37)]
+
+
+class Beside(Alone):
+    """A rank beside another one, which has compared ``theirs`` in the same order; notes what it compares itself."""
+
+    def __init__(self, theirs: Sequence[Any]) -> None:
+        super().__init__()
+        self._theirs, self.compared = iter(theirs), list[Any]()
+
+    def compare(self, alike: Any, *, problem: str = "", final: bool = True) -> None:
+        self.compared.append(alike)
+        judge([Statement(alike), Statement(next(self._theirs, alike))])
+
+
+@pytest.mark.parametrize("data_epochs", [1, None], ids=["its end", "it begins anew"])
+@pytest.mark.parametrize(("length", "alike"), [(24, False), (37, True)])
+def test_a_stream_that_is_shorter_on_one_rank_is_no_success(length: int, alike: bool, data_epochs: int | None) -> None:
+    """It ends the loop for all ranks, or is read twice there. Of data that know their length nothing is compared."""
+
+    def trained(samples: int, theirs: Sequence[Any] = (), known: int | None = None) -> Any:
+        one: Any = Beside(theirs)
+        batches = make(Stream(samples), 12, 1, 5, 0, data_epochs=data_epochs, length=known)
+        for batch in training_steps(one, batches, max_steps=2):
+            list(batch.micro_batches)
+        return one
+
+    first = trained(37)
+    assert first.finished
+    if alike:
+        assert trained(length, first.compared).finished
+    else:
+        said = "in the iterable data set is data_epoch=1 samples=0 on rank 0, data_epoch=0 samples=24 on rank 1"
+        with pytest.raises(Unlike, match=said):
+            trained(length, first.compared)
+    assert len(trained(37, known=37).compared) == len(first.compared) - 1
 
 
 @pytest.mark.slow
