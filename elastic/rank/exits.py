@@ -58,6 +58,8 @@ class _Exit:
     """The exit code that was decided. The process ends with it whatever the script does with the exception."""
 
     code: int | None = None
+    # Whether the script's threads are looked at behind its end.
+    watched = False
 
 
 def insist(code: int) -> None:
@@ -70,6 +72,13 @@ def insist(code: int) -> None:
     if first:
         # Registered last, so it runs first at exit, before handlers that could end the process in another way.
         atexit.register(_end)
+        let_no_thread_delay()
+
+
+def let_no_thread_delay() -> None:
+    """Gives the script's threads some seconds behind its end, for which others wait. Its handlers run as ever."""
+    if not _Exit.watched:
+        _Exit.watched = True
         late = threading.Thread(target=_end_late, args=(_end_of_script(),), name="dalsegno-exit", daemon=True)
         try:
             late.start()

@@ -18,7 +18,7 @@ from dalsegno.protos import worker_pb2
 
 from .agreement import Refusal, Trouble, agree
 from .collective import Collective, OtherThread, PeerLost, check_main_thread
-from .exits import insist, is_decided
+from .exits import insist, is_decided, let_no_thread_delay
 from .link import Link
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,11 @@ class Meetings:
             )
             raise SessionOver(f"this session is over: its run was drained or finished, at step {step}. {another}")
 
+    @property
+    def waited_for(self) -> bool:
+        """Whether others wait for what this process does, and for its end: other ranks, or an agent."""
+        return self._link is not None or self._collective.world_size > 1
+
     def check_thread(self) -> None:
         """Checks that the main thread is the one that calls. One rank that stays alone may have any thread call.
 
@@ -71,7 +76,7 @@ class Meetings:
         Raises:
             OtherThread: It is another one.
         """
-        if self._link is None and self._collective.world_size == 1:
+        if not self.waited_for:
             return
         try:
             check_main_thread()
@@ -171,6 +176,9 @@ def watch_the_end(meetings: Meetings, when_lost: Callable[[], object]) -> None:
     """
 
     def end(error: BaseException, trace: TracebackType | None) -> None:
+        if meetings.waited_for and not is_decided():
+            # The others may be in a collective of the script's, which ends only with this process's connections.
+            let_no_thread_delay()
         text = str(error) or type(error).__name__
         if isinstance(error, SessionOver) and not is_decided():
             meetings.refused(text)

@@ -61,3 +61,53 @@ def test_it_ends_with_its_code_where_no_thread_can_be_started() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stderr) == (83, "")
+
+
+FAILS = """
+import atexit, sys, threading, time
+from pathlib import Path
+from dalsegno.elastic.rank import exits
+from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.rank.meetings import Meetings, watch_the_end
+exits.THREADS_SECONDS = 1.0
+log, ranks, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+class Group(Solo):
+    world_size = ranks
+    def has_lost_a_peer(self): return False
+meetings = Meetings(Group(), None)
+watch_the_end(meetings, lambda: None)
+def work():
+    time.sleep(seconds)
+    log.write_text(log.read_text() + "thread ")
+threading.Thread(target=work, name="beat").start()
+atexit.register(lambda: log.write_text(log.read_text() + "handler"))
+raise RuntimeError("the batch is bad")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "done", "said"),
+    [
+        (2, 60.0, "", "the script's thread beat goes on 1 s after the script's end"),
+        (2, 0.3, "thread handler", ""),
+        (1, 2.5, "thread handler", ""),
+    ],
+    ids=["for ever", "to its end", "nobody waits"],
+)
+def test_a_rank_that_fails_ends_whatever_its_threads_do(
+    tmp_path: Path, ranks: int, seconds: float, done: str, said: str
+) -> None:
+    """The others wait for its connections to close. What the script does at its end it does as ever."""
+    log = tmp_path / "log"
+    log.touch()
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILS, str(log), str(ranks), str(seconds)],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+        cwd=Path(__file__).parents[4],
+    )
+    assert (ended.returncode, log.read_text()) == (1, done)
+    assert "RuntimeError: the batch is bad" in ended.stderr
+    assert said in ended.stderr if said else "goes on" not in ended.stderr

@@ -17,6 +17,14 @@ from dalsegno.elastic.rank.meetings import PATIENCE_SECONDS, Meetings, SessionOv
 from tests.support.workers.fake_link import FakeLink
 
 
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """How often the threads of this process were to be looked at behind its end. It is pytest's, and they are not."""
+    found: list[bool] = []
+    monkeypatch.setattr(meetings, "let_no_thread_delay", lambda: found.append(True))
+    return found
+
+
 class Others(Solo):
     """Another rank that comes to each meeting, with a problem or without; or never."""
 
@@ -254,7 +262,7 @@ def test_what_a_session_that_is_over_says(agent: Any, says: str) -> None:
     [(SessionOver("each"), False, True), (SessionOver("each"), True, False), (Refusal("of the script"), False, False)],
 )
 def test_a_second_run_in_a_process_is_refused(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, decided: bool, told: bool
+    monkeypatch: pytest.MonkeyPatch, watched: list[bool], error: Exception, decided: bool, told: bool
 ) -> None:
     """Another start would end there, too. Behind a drain the run goes on, whatever the script does meanwhile."""
     link: Any = FakeLink()
@@ -266,3 +274,4 @@ def test_a_second_run_in_a_process_is_refused(
     one.over = True
     sys.excepthook(type(error), error, None)
     assert [said.message for said in link.of("refused")] == ["each"] * told
+    assert watched == [True] * (not decided)
