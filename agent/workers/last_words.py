@@ -29,6 +29,13 @@ _WARNED = re.compile(r"\S.*:\d+: \w*Warning: ")
 # Sequences that move the cursor of a terminal, or colour its text.
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
+# What gloo says as it aborts a rank that receives more than it waits for, and what that means.
+_APART = "op.preamble.length"
+_IN_DIFFERENT_COLLECTIVES = (
+    "the ranks were in different collectives: some did not call what all must call (a backward pass, an evaluation,"
+    " s.sum, s.gather, s.improved, s.save)"
+)
+
 # Behind the words that `last_words` returns.
 _FILE = re.compile(r" \(see [^)]*\)")
 
@@ -40,9 +47,9 @@ def last_words(path: str, code: int) -> str:
 
     An exception is named with the script's own line that it passed last. Without one it is the last line, whatever
     that says, unless it is a warning or a logger put it among what went well. A signal (a negative code) ends a
-    process anywhere, so there its last line counts only if it is an error of Python itself. What a lost peer makes
-    a collective say is cut to that. A progress bar does not count as a line, because it was there before. Empty if
-    its errors are in no file.
+    process anywhere, so there its last line counts only if it is an error of Python itself, or gloo's about ranks that
+    went apart. What a lost peer makes a collective say is cut to that. A progress bar does not count as a line, because
+    it was there before. Empty if its errors are in no file.
     """
     if not path:
         return ""
@@ -68,6 +75,8 @@ def without_file(words: str) -> str:
 def _words(lines: Sequence[str], code: int) -> str:
     """The line that says why, with its place in the script; empty if a signal came from outside."""
     fatal = next((line.strip() for line in reversed(lines) if line.startswith("Fatal Python error: ")), "")
+    if code < 0 and any(_APART in line for line in lines):
+        return _IN_DIFFERENT_COLLECTIVES
     if code < 0 and fatal:
         return fatal[:_LONGEST_LINE]
     raised = last_raised(lines)

@@ -266,3 +266,23 @@ def test_a_warning_is_no_reason(tmp_path: Path, errors: str) -> None:
     path.write_text(f"{errors}{WARNED}")
     words = errors.strip()
     assert last_words(str(path), 1) == (f"{words} (see {path})" if words else f"see {path}")
+
+
+ENFORCED = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at "
+    "/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 1000 vs 8. Received data size doesn't match "
+    "expected size. Is there a distributed collective mismatch in your code?\n"
+)
+
+
+@pytest.mark.parametrize("behind", ["", "Fatal Python error: Aborted\n\nThread 0x1:\n  File x\n"])
+def test_what_gloo_says_of_ranks_in_different_collectives_is_said_for_people(tmp_path: Path, behind: str) -> None:
+    """It ends the rank that receives what it does not expect, which need not be the one with the mistake."""
+    path = tmp_path / "stderr.log"
+    path.write_text(f"step 3\n{ENFORCED}{behind}")
+    assert last_words(str(path), -6) == (
+        "the ranks were in different collectives: some did not call what all must call (a backward pass, an evaluation,"
+        f" s.sum, s.gather, s.improved, s.save) (see {path})"
+    )
+    path.write_text(f"{ENFORCED.replace('op.preamble.length <= op.nbytes', 'fd != -1')}{behind}")
+    assert "collectives" not in last_words(str(path), -6)
