@@ -99,6 +99,16 @@ class Session(lower.BareSession):
         way_in.talks()
         return super().gather(message)
 
+    def check_ends(self) -> None:
+        """Checks that all ranks leave the loop behind this step, where that is not agreed. Repeating it does no harm.
+
+        `finish` does so, too. A loop that does something else before, with all ranks, calls this as it is left.
+
+        Raises:
+            Refusal: Another rank goes on. It is raised here or there, and the agent hears of it from both.
+        """
+        self._exchange.finish()
+
     def data(
         self,
         dataset: Any,

@@ -12,11 +12,14 @@ from dalsegno.elastic.rank.exchange import MAX_STEPS_APART
 from .evaluating import check_held_out
 from .run import ElasticRun
 
+_STOPS = "whether a callback ends the training (should_training_stop)"
+
 
 class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Lets all ranks of a run agree at the boundaries of the Trainer's steps.
 
-    Its ``on_epoch_end`` raises Refusal where a callback ends a data epoch before its last step and another follows.
+    Its ``on_epoch_end`` raises Refusal where a callback ends a data epoch before its last step and another follows, or
+    the training on some ranks only.
 
     Args:
         trainer: The Trainer.
@@ -48,7 +51,11 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
         # At the end there is nothing to drain: the remaining work is what a drain would have to do.
         control.should_save = control.should_save or boundary.save
         self._stop_with_the_last_epoch(state, control)
-        self._run.draining = boundary.drain and not boundary.end and not control.should_training_stop
+        drain = boundary.drain and not boundary.end
+        if drain:
+            # A callback may have decided it on one rank alone, which would not come to the others' save.
+            self._run.session.compare({_STOPS: control.should_training_stop})
+        self._run.draining = drain and not control.should_training_stop
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stop_with_the_last_epoch(state, control)
@@ -58,6 +65,8 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
                 f"a callback ends data epoch {position.data_epoch} at its sample {position.samples} "
                 "(should_epoch_stop): this cannot be trained elastically; set should_training_stop, or leave it out"
             )
+        if control.should_training_stop:
+            self._run.session.check_ends()
         self._run.epoch_ended = True
 
     def _stop_with_the_last_epoch(self, state: Any, control: Any) -> None:

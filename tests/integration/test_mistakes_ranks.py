@@ -735,6 +735,55 @@ def test_accelerates_loaders_do_not_replay(frameworks: dict[str, Came]) -> None:
     )
 
 
+STOPS = """
+import os, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from dalsegno.elastic import session
+from dalsegno.swift_plugin.hf.options import Options
+from dalsegno.swift_plugin.hf.trainer import elastic_class
+
+class Stops(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2 and session().rank in (0, int(sys.argv[2])):
+            control.should_training_stop = True
+
+session(sys.argv[1])
+sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False))
+args = TrainingArguments(
+    sys.argv[1] + "/out", per_device_train_batch_size=3, max_steps=6, save_strategy="no", report_to="none",
+    disable_tqdm=True, use_cpu=True,
+)
+rows = [{"input_ids": torch.tensor([n % 16] * 4), "labels": torch.tensor([n % 16] * 4)} for n in range(40)]
+trainer = Trainer(model=model, args=args, train_dataset=rows, callbacks=[Stops()])
+trainer.__class__ = elastic_class(Trainer)
+trainer.become_elastic(Options(12, False))
+trainer.train()
+print("ended behind step", trainer.state.global_step)
+"""
+
+
+@brings(
+    "a callback of a Hugging Face `Trainer` that sets `should_training_stop` on one rank",
+    Comes.REFUSED,
+    "the others would wait in a step that it does not make, or be aborted in it",
+    "let it depend on something that the ranks have alike, such as `s.sum(…)` of what one of them has found",
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_rank_of_a_trainer_that_stops(tmp_path: Path, alone: bool) -> None:
+    """As a loop of one's own that one rank leaves; what all ranks decide ends the training."""
+    script = tmp_path / "train.py"
+    script.write_text(STOPS)
+    ended = run_world(2, [str(script), str(tmp_path), "0" if alone else "1"], preloaded=HF, seconds=60)
+    if not alone:
+        assert [code for code, _ in ended] == [0, 0], "\n".join(output for _, output in ended)
+        assert all("ended behind step 2" in output for _, output in ended)
+        return
+    line = "rank 0 has finished the training behind step 2, and rank 1 goes on with step 3"
+    assert any(f"Refusal: {line}" in output for _, output in ended), "\n".join(output for _, output in ended)
+    assert ended[1][0] == 1
+
+
 def test_a_rank_that_ends_early_is_named_by_the_others(tmp_path: Path) -> None:
     """Nobody waits for a rank that another line of its script has ended, and the others say where to look."""
     script = tmp_path / "train.py"
