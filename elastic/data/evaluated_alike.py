@@ -1,4 +1,4 @@
-"""Ranks that evaluate together must have the same data: compared before the first batch, and where a stream ends.
+"""Ranks that evaluate together must have the same data: compared before the first batch, and of a stream before each.
 
 Each rank deals the samples by itself. With another length it would measure some that another rank measures too, leave
 others out, and go to another collective than the others where its batches end.
@@ -111,7 +111,7 @@ class ReadTogether:
         self.samples, self._device = 0, device
 
     def meet(self, *, end: bool) -> None:
-        """Compares how much has been read. Collective, see `compare`. Called where ranks might part, and at the end.
+        """Compares how much has been read. Collective, see `compare`. Called before each batch, and at the end.
 
         Args:
             end: This rank has read all.

@@ -182,12 +182,12 @@ class Evaluator:
             # In here, because a data set may ask the model itself for a sample.
             length = self._compare(where, interrupt is not None, busy)
             for number, (data, filler) in enumerate(self._batches(rank, world_size, length, stream)):
-                if interrupt is not None and number % self._interrupt_every == 0:
-                    if stream is not None:
-                        # Whoever has come to its end would not come to ``interrupt``, whatever group that is of.
-                        stream.meet(end=False)
-                    if interrupt():
-                        raise Interrupted
+                if stream is not None:
+                    # Whoever has come to its end would come neither to ``interrupt``, whatever group that is of, nor to
+                    # a forward pass in which the ranks of a sharded model meet.
+                    stream.meet(end=False)
+                if interrupt is not None and number % self._interrupt_every == 0 and interrupt():
+                    raise Interrupted
                 busy()
                 measured = self._measure(model, to_device(data, where))
                 if not filler:

@@ -194,7 +194,7 @@ EVALUATED = {
     ),
     "held out, streamed": (
         {"held_out": [40, 32], "stream": True},
-        r"number of samples read of the iterable data set is 40 \(its end\) on rank 0, 32 \(its end\) on rank 1",
+        r"number of samples read of the iterable data set is 40 on rank 0, 32 \(its end\) on rank 1",
     ),
     "held out, streamed, in between": (
         {"held_out": [40, 32], "stream": True, "evaluate_every": 1},
@@ -284,9 +284,8 @@ def test_ranks_that_were_told_different_things(came: dict[str, Came], name: str)
     "other batches; an `Evaluator` with other samples, or in another order",
     Comes.REFUSED,
     "some samples would be measured twice and others never, and ranks would wait for each other. Compared before the "
-    "first step, and before each evaluation; of an iterable data set without a length where it ends, and what was "
-    "trained is saved first (not with Hugging Face, and a sharded model may hang before). Of samples three are "
-    "compared, as for the training",
+    "first step, and before each evaluation; of an iterable data set without a length before each batch, and what was "
+    "trained is saved first (not with Hugging Face). Of samples three are compared, as for the training",
     "give all ranks the same; the line says who has what. `check_data=False` (of `Evaluator` or `Trainer`) where "
     "samples may differ",
 )

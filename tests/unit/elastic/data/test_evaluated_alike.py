@@ -196,6 +196,26 @@ def test_streams_without_a_length(ranks: Callable[[int], Ranks], lengths: tuple[
     assert re.search(rf"\b{short}( \(its end\))? on rank {lengths.index(short)}", line), line
 
 
+@pytest.mark.parametrize("lengths", [(40, 36), (40, 32), (40, 0), (16, 40)])
+@pytest.mark.parametrize("every", [None, 3])
+def test_streams_of_a_model_whose_ranks_compute_together(
+    ranks: Callable[[int], Ranks], lengths: tuple[int, int], every: int | None
+) -> None:
+    """Each forward pass of a sharded model waits for the others': a rank that is at its end would meet it there."""
+    world = ranks(2)
+
+    def computes(model: Any, data: Tensor) -> dict[str, Any]:
+        world.all_reduce(torch.ones(7))
+        return world.measure(model, data)
+
+    def one(rank: int) -> Any:
+        made = Evaluator(Stream(Numbers(lengths[rank])), computes, batch_size=4, interrupt_every=every or 8)
+        return made.run(nn.Identity(), device="cpu", interrupt=world.leaving if every else None)
+
+    assert "number of samples read of the iterable data set is" in refused(world.run(one))
+    assert world.passes[0] == world.passes[1] <= min(lengths) / 8
+
+
 def test_streams_that_are_the_same(ranks: Callable[[int], Ranks]) -> None:
     """With somebody who asks, too; of any length."""
     for length in (0, 1, 15, 16, 17, 40):
