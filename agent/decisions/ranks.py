@@ -43,9 +43,7 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
         return
     match body:
         case "hello":
-            epoch.has_session = state.session_known = True
-            epoch.start = replace(epoch.start, session_seconds=decision.now - epoch.start.began)
-            decision.report_progress()
+            session_begins(decision, event.rank)
         case "ready":
             epoch.start = replace(epoch.start, loaded_seconds=decision.now - epoch.start.began)
         case "keeping":
@@ -78,6 +76,24 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
             epoch.peer_lost = epoch.peer_lost | {event.rank}
         case "refused":
             epoch.refusals = {**epoch.refusals, event.rank: message.refused.message or "it did not say why"}
+
+
+def session_begins(decision: Decision, rank: int) -> None:
+    """A rank has its session, in which it would wait for one that has ended before it had one."""
+    state, epoch = decision.state, decision.state.epoch
+    epoch.has_session = state.session_known = True
+    epoch.start = replace(epoch.start, session_seconds=decision.now - epoch.start.began)
+    decision.report_progress()
+    if state.workers is not Workers.RUNNING or epoch.own_save.until is not None:
+        return
+    said = {rank, *epoch.finished_ranks, *epoch.drained_ranks}
+    for local_rank, code in epoch.exits:
+        if code == 0 and global_rank(decision, local_rank) not in said:
+            epoch.outcome = Outcome.FAILED
+            text = f"local rank {local_rank} exited with code 0 without session(), which rank {rank} calls"
+            report_failure(decision, f"{text}: all ranks of a script have to call it, or none", 0)
+            decision.kill_workers()
+            return
 
 
 def manifest_read(decision: Decision, event: ev.ManifestRead) -> None:

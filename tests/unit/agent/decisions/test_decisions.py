@@ -392,6 +392,22 @@ def test_a_script_with_a_session_finishes_only_by_saying_so() -> None:
     assert agent.calls("ReportFinished") == []
 
 
+def test_a_rank_that_exits_with_0_before_a_session_that_others_open_gave_up() -> None:
+    """They would wait for it there, until something else was named as the reason."""
+    agent = Agent(nproc=2).registered().running(session=False)
+    assert "ReportFailure" not in kinds(agent.hear(ev.WorkerExited(1, 1, 0)))
+    # Its own, which was read late, says the contrary.
+    assert "ReportFailure" not in kinds(agent.said(1, hello=worker_pb2.Hello(epoch=1)))
+    agent = Agent(nproc=2).registered().running(session=False)
+    agent.hear(ev.WorkerExited(1, 1, 0))
+    assert kinds(agent.said(0, hello=worker_pb2.Hello(epoch=1)))[-2:] == ["ReportFailure", "StopWorkers"]
+    (failure,) = agent.calls("ReportFailure")
+    assert failure.message.startswith("local rank 1 exited with code 0 without session(), which rank 0 calls: all ")
+    assert agent.state.epoch.outcome is Outcome.FAILED
+    agent.said(0, hello=worker_pb2.Hello(epoch=1))
+    assert len(agent.calls("ReportFailure")) == 1
+
+
 def test_every_rank_of_every_node_that_said_so_has_finished() -> None:
     """Ranks are counted over all nodes; an epoch later nobody has finished yet."""
     agent = Agent(nproc=2).registered().running(rank=1)
