@@ -49,7 +49,10 @@ class Callback:
         """An evaluation is done."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """`Trainer.fit` is left, because the training ended, the run was drained, or something failed."""
+        """`Trainer.fit` is left, because the training ended, the run was drained, or something failed.
+
+        Behind an error this rank may be alone, so this method should not wait for the others (a collective).
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved in checkpoints: plain values and tensors, alike on all ranks.

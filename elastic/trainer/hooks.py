@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
@@ -91,6 +92,32 @@ class Hooks:
         if self.begun:
             self.begun = False
             self.each(lambda hook: hook.on_fit_end(trainer))
+
+    @contextmanager
+    def ending(self, trainer: Trainer, close: Callable[[], None]) -> Iterator[None]:
+        """Around a training: its callbacks hear of the end, however that comes; then ``close`` is called.
+
+        An error is told before, because a rank that fails alone may wait for the others there, and it stays the error
+        that is raised.
+        """
+        failed = False
+        try:
+            yield
+        except Exception as error:
+            failed = True
+            if self.begun and self.do_something_at_the_end:
+                told = f"{_line(error)}: what callbacks do in on_fit_end comes first, perhaps on this rank alone"
+                remark("the training fails with %s", told)
+            raise
+        finally:
+            try:
+                self.end(trainer)
+            except Exception as error:
+                if not failed:
+                    raise
+                remark("on_fit_end fails, too: %s", _line(error))
+            finally:
+                close()
 
     def each(self, call: Callable[[Callback], None]) -> None:
         """Calls ``call`` with each callback."""
@@ -186,6 +213,10 @@ def matched(saved: Mapping[str, CallbackKey], here: Mapping[str, CallbackKey]) -
         gone += theirs
         new += ours
     return Matches(pairs, gone, new)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _is_plain(value: Any) -> bool:

@@ -197,15 +197,12 @@ class Trainer:
                 )
             return self._fitted()
         self._state = "failed"  # until proven otherwise
-        try:
+        with self._hooks.ending(self, self._close_loggers):
             self._session = session(self.checkpoint_dir, keep=self.keep)
             way_in.at(TRAINS)
             self._stays = self.stay and not none_stays("fit()")
             self._begin(stayed=False)
             self._run()
-        finally:
-            self._hooks.end(self)
-            self._close_loggers()
         self._state, self._ends = "finished", (self.max_steps, self.data_epochs)
         return self._fitted()
 

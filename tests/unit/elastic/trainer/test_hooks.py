@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,3 +97,46 @@ def test_nothing_that_a_callback_was_made_with_is_written_down() -> None:
     assert known[0] == "Average"
     assert "secret" not in known[1]
     assert matched({"a": CallbackKey("A", "x")}, {}).gone == ["a"]
+
+
+class Ends(Callback):
+    """Notes what was said before it hears of the end, and may fail there."""
+
+    def __init__(self, log: pytest.LogCaptureFixture, failure: BaseException | None = None) -> None:
+        self.log, self.failure, self.before = log, failure, list[str]()
+
+    def on_fit_end(self, trainer: Any) -> None:
+        self.before.append(" ".join(record.getMessage() for record in self.log.records))
+        if self.failure is not None:
+            raise self.failure
+
+
+@pytest.mark.parametrize("raised", [KeyError("the\nbatch"), SystemExit(83), None])
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_error_is_told_before_callbacks_hear_of_the_end(
+    caplog: pytest.LogCaptureFixture, raised: BaseException | None, fails: bool
+) -> None:
+    """A rank that fails alone may wait there for the others, and its traceback is printed only behind that."""
+    last = RuntimeError("no space for the report")
+    one, closed = Ends(caplog, last if fails else None), list[bool]()
+    hooks, trainer = Hooks([one]), SimpleNamespace()
+    found: BaseException | None = None
+    try:
+        with hooks.ending(trainer, lambda: closed.append(True)):  # type: ignore[arg-type]
+            hooks.begin(trainer)  # type: ignore[arg-type]
+            if raised is not None:
+                raise raised
+    except BaseException as error:
+        found = error
+    assert closed == [True]
+    is_error = isinstance(raised, Exception)
+    assert ["the training fails with KeyError: 'the\\nbatch'" in said for said in one.before] == [is_error]
+    assert found is (raised if is_error or not fails else last)
+    assert ("on_fit_end fails, too: RuntimeError: no space for the report" in caplog.text) == (is_error and fails)
+
+
+def test_an_error_before_the_training_begins_is_for_no_callback(caplog: pytest.LogCaptureFixture) -> None:
+    one = Ends(caplog)
+    with pytest.raises(KeyError), Hooks([one]).ending(SimpleNamespace(), lambda: None):  # type: ignore[arg-type]
+        raise KeyError("batch")
+    assert (one.before, caplog.records) == ([], [])
