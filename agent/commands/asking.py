@@ -276,9 +276,11 @@ def _claimed(options: argparse.Namespace, private: Path) -> tuple[list[str], Cre
             known = f"no embedded master has left a claim in {private}; --checkpoint-dir says where else"
         raise ValueError(f"name a job with --job-id, or a master with --master HOST:PORT ({known})")
     options.job_id = job
-    claim = ClaimFile(private / job).read()
-    if claim is None:
-        raise ValueError(f"job {job} has no embedded master's claim in {private}; use --master HOST:PORT")
+    file = ClaimFile(private / job)
+    claim = file.read()
+    if claim is None or file.is_copied(claim):
+        of = f": it was copied from {claim.directory}, whose master is not this one's" if claim is not None else ""
+        raise ValueError(f"job {job} has no embedded master's claim in {private}{of}; use --master HOST:PORT")
     return [claim.address], Credentials(read_token(private / job))
 
 
@@ -298,8 +300,9 @@ def _the_one(private: Path, jobs: Sequence[str]) -> str | None:
 
 def is_served(private: Path) -> bool:
     """Whether a process listens where the claim in a job's private directory says that its master is."""
-    claim = ClaimFile(private).read()
-    return claim is not None and answers(claim.address, _LOOK_SECONDS)
+    file = ClaimFile(private)
+    claim = file.read()
+    return claim is not None and not file.is_copied(claim) and answers(claim.address, _LOOK_SECONDS)
 
 
 def _without_master(runs: Path) -> JobOnDisk:

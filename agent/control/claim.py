@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.files import move_over
 from dalsegno.protos.processes import is_of_earlier_boot
 
@@ -35,8 +36,8 @@ _WRITE_TIMEOUT_SECONDS = 10.0
 _READS, _READ_PAUSE_SECONDS = 5, 0.02
 # The most bytes of a claim, which has a few hundred.
 _MOST_READ_BYTES = 1 << 16
-# The most characters of a host name, an address or a namespace.
-_LONGEST = 256
+# The most characters of a host name, an address or a namespace; and of a path, escaped.
+_LONGEST, _LONGEST_PATH = 256, 1 << 15
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Claim:
         address: HOST:PORT.
         pid_ns, net_ns: the master's, see `ProcessPlace`; empty in claims of older versions, which knew none.
         machine: the master's, see `ProcessPlace`; empty in claims of older versions.
+        directory, inode: where the claim was written, see `ClaimFile.place`; empty in claims of older versions.
     """
 
     host: str
@@ -63,6 +65,8 @@ class Claim:
     pid_ns: str = ""
     net_ns: str = ""
     machine: str = ""
+    directory: str = ""
+    inode: str = ""
 
     @classmethod
     def parse(cls, text: bytes) -> Claim:
@@ -78,7 +82,8 @@ class Claim:
             if type(value).__name__ != one.type or (isinstance(value, int) and not 0 <= value < 1 << 63):
                 raise ValueError(f"a claim with {one.name} {value!r}")
             # People are shown where the job is served.
-            if isinstance(value, str) and (len(value) > _LONGEST or not value.isprintable()):
+            longest = _LONGEST_PATH if one.name == "directory" else _LONGEST
+            if isinstance(value, str) and (len(value) > longest or not value.isprintable()):
                 raise ValueError(f"a claim with {one.name} {value[:_LONGEST]!r}")
         return claim
 
@@ -171,6 +176,22 @@ class ClaimFile:
                 time.sleep(_READ_PAUSE_SECONDS)
         # The disk is damaged, or another program has written it.
         return None
+
+    def place(self) -> tuple[str, str]:
+        """The directory's real path, escaped, and its inode's number; both empty: it is gone, or cannot be seen."""
+        try:
+            return printable(os.path.realpath(self._directory)), str(os.stat(self._directory).st_ino)
+        except OSError:
+            return "", ""
+
+    def is_copied(self, claim: Claim) -> bool:
+        """Whether the claim was written in another directory, of which this one is a copy: its master serves that one.
+
+        One of the two that is the same tells that it is this one: another container may know it by another path, and a
+        file system may number it anew.
+        """
+        there, here = (claim.directory, claim.inode), self.place()
+        return all(there) and all(here) and there[0] != here[0] and there[1] != here[1]
 
     def wait_until_free(self, closing: threading.Event) -> None:
         """Returns once the claim can be written: one that is stopped as it writes it holds its lock.

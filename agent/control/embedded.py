@@ -64,7 +64,7 @@ class _Standing(Enum):
     """The state of a claim's master, as far as it can be seen from here."""
 
     SERVES = "it answers"
-    GONE = "nobody holds the job: no claim, or its process has ended"
+    GONE = "nobody holds the job: no claim, or a copied one, or its process has ended"
     STOPPED = "its process was stopped, and can hold the store's lock"
     ESTRANGED = "its process lives and does not know the job's token: nobody can ever reach it"
     SILENT = "its process lives, and does not answer"
@@ -319,6 +319,9 @@ class EmbeddedMaster:
             return _Standing.GONE
         if not claim.is_reached_from(self._place):
             return _Standing.ELSEWHERE
+        # Only of one on this machine: another one may know the same directory by another path and number.
+        if self._claims.is_copied(claim):
+            return _Standing.GONE
         answer = self._inquiry.ask(claim.address)
         if answer is None:
             return _Standing.SERVES
@@ -444,6 +447,7 @@ class EmbeddedMaster:
             self._place.pid_ns,
             self._place.net_ns,
             self._place.machine,
+            *self._claims.place(),
         )
         self._publish(claim, process)
         self._found(claim)

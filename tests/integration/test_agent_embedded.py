@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import sqlite3
 import stat
@@ -121,6 +122,19 @@ def test_two_terminals_at_once_share_one_master(jobs: Jobs) -> None:
     assert jobs.claim().generation == 1
     assert len({view.credentials().token for view in views}) == 1
     assert stat.S_IMODE((jobs.directory / "token").stat().st_mode) == 0o600
+
+
+def test_a_copied_directory_has_a_master_of_its_own(jobs: Jobs, tmp_path: Path) -> None:
+    """The claim was copied, too: its agents joined the world of the original, and saved there."""
+    jobs.view().start()
+    shutil.copytree(jobs.directory, tmp_path / "copy")
+    copied = Jobs(tmp_path / "copy")
+    try:
+        copied.view().start()
+        assert copied.claim().address != jobs.claim().address
+        assert Machine().is_same_process(jobs.claim().pid, jobs.claim().start_time)
+    finally:
+        copied.close()
 
 
 @pytest.mark.full

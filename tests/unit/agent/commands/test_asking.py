@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
+import threading
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +17,8 @@ import pytest
 from dalsegno.agent.commands import asking, dalsegno
 from dalsegno.agent.commands.asking import AskedMaster, NoAnswer
 from dalsegno.agent.commands.dalsegno import run
+from dalsegno.agent.control.claim import Claim, ClaimFile
+from dalsegno.agent.control.spawning import make_token
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
 from dalsegno.protos.contract import LEADER_METADATA
@@ -227,3 +232,37 @@ def test_a_wrong_number_is_named(capsys: pytest.CaptureFixture[str], words: list
     """Before anybody is asked."""
     assert run(words) == 2
     assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("others", [[], ["other"]], ids=["one job", "several"])
+@pytest.mark.parametrize("words", [["status"], ["stop"], ["drain", "a"], ["scale", "2"]])
+def test_a_copied_directory_has_no_master(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], others: list[str]
+) -> None:
+    """The master of the directory that it was copied from was asked, and stopped."""
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    master = Master("", 0)
+    control_pb2_grpc.add_ControlServicer_to_server(master, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    for name in ("job", *others):
+        private = tmp_path / "first" / ".dalsegno" / name
+        private.mkdir(parents=True, mode=0o700)
+        file = ClaimFile(private)
+        address = f"127.0.0.1:{port}"
+        file.write(Claim("h", "b", 1, 1, 1, 1, address, "", "", "", *file.place()), threading.Event())
+        make_token(private)
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    assert asking.is_served(tmp_path / "first" / ".dalsegno" / "job")
+    assert not asking.is_served(tmp_path / "copy" / ".dalsegno" / "job")
+    try:
+        assert run([words[0], f"--checkpoint-dir={tmp_path / 'copy'}", "--job-id=job", *words[1:]]) == 2
+        assert capsys.readouterr().err == (
+            f"dalsegno: error: job job has no embedded master's claim in {tmp_path / 'copy' / '.dalsegno'}: it was"
+            f" copied from {tmp_path / 'first' / '.dalsegno' / 'job'}, whose master is not this one's; use --master"
+            " HOST:PORT\n"
+        )
+        assert run([words[0], f"--checkpoint-dir={tmp_path / 'copy'}", *words[1:]]) == 2
+        assert master.asked == 0
+    finally:
+        server.stop(0).wait(5)

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import pwd
+import shutil
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -101,6 +102,28 @@ def test_a_counter_moves_from_where_it_was_seen(tmp_path: Path) -> None:
     moved = replace(CLAIM, counter=10)
     assert [file.bump(CLAIM), file.bump(CLAIM), file.bump(replace(moved, pid=7))] == [moved, None, None]
     assert file.read() == moved
+
+
+def test_a_copied_claim_is_another_directorys(tmp_path: Path) -> None:
+    """Its master serves the directory that it was copied from. A path or a number alone may differ for one."""
+    first, copy = tmp_path / "first", tmp_path / os.fsdecode(b"copy\xff\n")
+    first.mkdir()
+    file = ClaimFile(first)
+    file.write(replace(CLAIM, **dict(zip(("directory", "inode"), file.place(), strict=True))), threading.Event())
+    (tmp_path / "link").symlink_to(first)
+    shutil.copytree(first, copy)
+    for directory, copied in ((first, False), (tmp_path / "link", False), (copy, True)):
+        read = ClaimFile(directory).read()
+        assert read is not None
+        assert ClaimFile(directory).is_copied(read) is copied
+        # As another container, or a file system that numbers anew, sees the first one.
+        assert not ClaimFile(directory).is_copied(replace(read, inode=ClaimFile(directory).place()[1]))
+        assert not ClaimFile(directory).is_copied(replace(read, directory=ClaimFile(directory).place()[0]))
+        assert not ClaimFile(directory).is_copied(CLAIM)
+    placed = replace(CLAIM, **dict(zip(("directory", "inode"), ClaimFile(copy).place(), strict=True)))
+    ClaimFile(copy).write(placed, threading.Event())
+    assert ClaimFile(copy).read() == placed
+    assert not ClaimFile(tmp_path / "gone").is_copied(placed)
 
 
 def test_a_claim_that_cannot_be_written_names_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
