@@ -6,13 +6,15 @@ Standard library only.
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import stat
 from pathlib import Path
 from typing import NoReturn
 
 from .limits import LONGEST_SECONDS, MOST_SETTING
 
-__all__ = ("Parser", "UsageError", "file_path", "job_id", "nnodes", "path_text", "seconds")
+__all__ = ("Parser", "UsageError", "file_path", "job_id", "nnodes", "no_directory", "path_text", "seconds")
 
 # Job ids become directory names and part of addresses.
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -54,6 +56,18 @@ def path_text(text: str) -> str:
 def file_path(text: str) -> Path:
     """The path of a file or directory."""
     return Path(path_text(text))
+
+
+def no_directory(path: Path) -> str:
+    """Why a path is none of a directory, for people; empty: it is one. Unlike `Path.is_dir` it says so of any path."""
+    try:
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            return ""
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        return f"{path} cannot be looked at: {error.strerror}"
+    return f"{path} is no directory"
 
 
 def seconds(text: str) -> float:

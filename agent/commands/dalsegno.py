@@ -32,9 +32,10 @@ from dalsegno.protos.options import Parser, UsageError, file_path, path_text, se
 
 from ..control.grpc_logs import quiet_grpc
 from ..decisions.events import COMMAND_INTERRUPTED, EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
-from . import convert_command, doctor
+from . import convert_command, doctor, verifying
 from . import pauses as pauses_command
 from . import render as render_command
+from .run_directories import run_directories, say
 from .values import address
 
 __all__ = ["main"]
@@ -64,61 +65,25 @@ def _convert(options: argparse.Namespace) -> int:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _say(text: str) -> None:
-    """Prints one line, whatever characters the names of directories contain."""
-    print(printable(text))
-
-
-def _run_directories(directory: Path, *, follow: bool = True) -> tuple[list[Path], int]:
-    """The run directories that a person may mean: the directory itself, or those one or two levels below.
-
-    Args:
-        directory: As the person gave it.
-        follow: Also follow links below it. False: a link that leads out of it is reported and skipped.
-
-    Returns:
-        The directories, and the exit code so far: what cannot be read is reported, and the others count.
-    """
-    if not directory.is_dir():
-        raise UsageError(f"{directory} is no directory")
-    found, code = [], EXIT_FINISHED
-    level = [directory]
-    for depth in range(3):
-        below = []
-        for candidate in level:
-            if depth and not follow and candidate.is_symlink():
-                if directory.resolve() not in candidate.resolve().parents:
-                    code = EXIT_FAILED
-                    _say(f"{candidate}: it is a link out of {directory}: nothing was deleted there")
-                continue
-            try:
-                names = sorted(os.listdir(candidate))
-            except OSError as error:
-                code = EXIT_FAILED
-                _say(f"{candidate}: it cannot be read: {error.strerror}")
-                continue
-            if any(is_checkpoint_name(name) for name in names):
-                found.append(candidate)
-            others = [candidate / name for name in names if not name.startswith(".") and not is_checkpoint_name(name)]
-            below += [path for path in others if os.path.isdir(path)]
-        level = below
-    return found, code
-
-
 def _list(options: argparse.Namespace) -> int:
-    runs, code = _run_directories(options.directory)
+    runs, code = run_directories(options.directory)
     if not runs and code == EXIT_FINISHED:
-        _say(f"no checkpoints in {options.directory}")
+        say(f"no checkpoints in {options.directory}")
     for run in runs:
-        _say(f"{run}{' (finished)' if CheckpointStore(run).finished else ''}")
-        seen = inspect(run)
+        try:
+            seen, finished = inspect(run), CheckpointStore(run).finished
+        except OSError as error:
+            code = EXIT_FAILED
+            say(f"{run}: it cannot be read: {error.strerror} ({error.filename})")
+            continue
+        say(f"{run}{' (finished)' if finished else ''}")
         chain = lineage(seen.sealed)
         for manifest in seen.sealed:
             shape = f"{manifest.shape.strategy}, {manifest.shape.world_size} ranks"
             marks = "".join(f", {mark}" for mark in _marks(manifest, chain))
-            _say(f"  {manifest.name}  {manifest.form}, {shape}, {manifest.total_bytes / 1e6:.1f} MB{marks}")
+            say(f"  {manifest.name}  {manifest.form}, {shape}, {manifest.total_bytes / 1e6:.1f} MB{marks}")
         for unsealed in seen.unsealed:
-            _say(f"  {unsealed.name}  not usable: {unsealed.reason}")
+            say(f"  {unsealed.name}  not usable: {unsealed.reason}")
     return code
 
 
@@ -140,16 +105,16 @@ def _prune(options: argparse.Namespace) -> int:
     """Deletes old checkpoints of runs that nobody else prunes; the master of a live job retires its own."""
     if options.keep < 1:
         raise UsageError(f"--keep {options.keep}: at least 1, the newest always stays")
-    runs, code = _run_directories(options.directory, follow=False)
+    runs, code = run_directories(options.directory, follow=False)
     if not runs and code == EXIT_FINISHED:
-        _say(f"no checkpoints in {options.directory}")
+        say(f"no checkpoints in {options.directory}")
     for run in runs:
         try:
             with LocalLock(run):
                 done = _prune_run(run, options)
         except (DirectoryInUse, _NotOurs, OSError) as error:
             done = EXIT_FAILED
-            _say(f"{run}: nothing was deleted: {error}")
+            say(f"{run}: nothing was deleted: {error}")
         code = code or done
     return code
 
@@ -167,7 +132,7 @@ def _prune_run(run: Path, options: argparse.Namespace) -> int:
     if gone.old or gone.left:
         gone = retirable(found, options.keep, damaged=_damaged(run, lineage(found), options.keep))
     for name in store.lost_manifest(store.next_epoch()):
-        _say(f"{run / name}: it was sealed and has lost its manifest: it stays, delete it by hand")
+        say(f"{run / name}: it was sealed and has lost its manifest: it stays, delete it by hand")
     names = [*gone.left, *gone.old, *store.never_sealed(store.next_epoch())]
     written = [target for target in filter(is_checkpoint_name, os.listdir(run)) if is_written(run / target)]
     used = {name for target in written for name in (target, target.partition(".universal.")[0])}
@@ -179,13 +144,13 @@ def _prune_run(run: Path, options: argparse.Namespace) -> int:
         elif not options.dry_run:
             failures |= store.prune([name])
     for name in sorted(used.intersection(names)):
-        _say(f"{run / name}: in use by a conversion, stays")
+        say(f"{run / name}: in use by a conversion, stays")
     names = [name for name in names if name not in used and name not in failures]
-    _say(f"{run}: {'would delete' if options.dry_run else 'deleted'} {len(names)}")
+    say(f"{run}: {'would delete' if options.dry_run else 'deleted'} {len(names)}")
     for name in names:
-        _say(f"  {name}")
+        say(f"  {name}")
     for name, error in failures.items():
-        _say(f"{run / name}: it could not be deleted: {error}")
+        say(f"{run / name}: it could not be deleted: {error}")
     return EXIT_FAILED if failures else EXIT_FINISHED
 
 
@@ -206,30 +171,10 @@ def _damaged(run: Path, chain: Sequence[Manifest], keep: int) -> list[str]:
             verify(run / manifest.name, manifest)
         except (CheckpointDamaged, OSError) as error:
             damaged.append(manifest.name)
-            _say(f"{run / manifest.name}: it does not count as one that is kept: {error}")
+            say(f"{run / manifest.name}: it does not count as one that is kept: {error}")
         else:
             sound += 1
     return damaged
-
-
-def _verify(options: argparse.Namespace) -> int:
-    directory: Path = options.directory
-    if is_checkpoint_name(directory.name):
-        paths, code = [directory], EXIT_FINISHED
-    else:
-        runs, code = _run_directories(directory)
-        paths = [run / name for run in runs for name in sorted(filter(is_checkpoint_name, os.listdir(run)))]
-    if not paths and code == EXIT_FINISHED:
-        _say(f"no checkpoints in {directory}")
-    for path in paths:
-        try:
-            verify(path, Manifest.read(path))
-        except (CheckpointDamaged, OSError) as error:
-            code = EXIT_FAILED
-            _say(f"{path}: {error}")
-        else:
-            _say(f"{path}: intact")
-    return code
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -274,7 +219,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Container[str]]:
     actions = checkpoints.add_subparsers(dest="action", required=True, parser_class=Parser)
     acts: tuple[tuple[str, Callable[[argparse.Namespace], int], str], ...] = (
         ("ls", _list, "lists runs and checkpoints"),
-        ("verify", _verify, "compares every file with its checksum"),
+        ("verify", verifying.verify, "compares every file with its checksum"),
         ("prune", _prune, "deletes all but the newest and the best of runs that are finished or have no job"),
         ("show", _show, "prints one checkpoint's manifest"),
     )

@@ -1,0 +1,66 @@
+"""`dalsegno checkpoints verify`: which checkpoints are still what was sealed, of a run that may be at work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from dalsegno.elastic import checkpoint
+from dalsegno.elastic.checkpoint import MANIFEST, CheckpointDamaged, Manifest, is_checkpoint_name
+
+from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+from .run_directories import run_directories, say
+
+__all__ = ["verify"]
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Compares every file with its checksum, and prints a line for each checkpoint.
+
+    Returns:
+        1 if one of them is damaged or cannot be read, or if there was nothing to verify in a directory of something.
+
+    Raises:
+        UsageError: It is no directory.
+    """
+    directory: Path = options.directory
+    one = _as_checkpoint(directory)
+    if one is not None:
+        return _verify_one(one)
+    runs, code = run_directories(directory)
+    if not runs and code == EXIT_FINISHED:
+        if not os.listdir(directory):
+            say(f"no checkpoints in {directory}")
+            return EXIT_FINISHED
+        say(f"no checkpoints in {directory}, nor in what lies one or two levels below it: nothing was verified")
+        return EXIT_FAILED
+    for run in runs:
+        try:
+            names = sorted(filter(is_checkpoint_name, os.listdir(run)))
+        except OSError as error:
+            code = EXIT_FAILED
+            say(f"{run}: it cannot be read: {error.strerror}")
+            continue
+        for name in names:
+            code = _verify_one(run / name) or code
+    return code
+
+
+def _as_checkpoint(directory: Path) -> Path | None:
+    """The checkpoint that a person means by a directory, also by "." or a link. None: it is none, under any name."""
+    if is_checkpoint_name(directory.name):
+        return directory
+    real = Path(os.path.realpath(directory))
+    return real if is_checkpoint_name(real.name) or os.path.lexists(real / MANIFEST) else None
+
+
+def _verify_one(path: Path) -> int:
+    """Says how one is, and returns the exit code."""
+    try:
+        checkpoint.verify(path, Manifest.read(path))
+    except (CheckpointDamaged, OSError) as error:
+        say(f"{path}: {error}")
+        return EXIT_FAILED
+    say(f"{path}: intact")
+    return EXIT_FINISHED
