@@ -63,7 +63,7 @@ def run_directories(directory: Path, *, follow: bool = True) -> tuple[list[Path]
 
 
 def _directories(paths: Sequence[Path]) -> tuple[list[Path], OSError | None]:
-    """Those that are directories, and why the first could not be looked at that could not. Links that lead nowhere are passed over."""
+    """Those that are directories, and why one could not be looked at. Links that lead nowhere are passed over."""
     found: list[Path] = []
     closed: OSError | None = None
     for path in paths:

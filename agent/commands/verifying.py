@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
 
 from dalsegno.elastic import checkpoint
 from dalsegno.elastic.checkpoint import MANIFEST, CheckpointDamaged, Manifest, is_checkpoint_name
+from dalsegno.elastic.checkpoint.layout import SEALED
+from dalsegno.elastic.checkpoint.marks import marked
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
 from .run_directories import run_directories, say
@@ -43,7 +46,7 @@ def verify(options: argparse.Namespace) -> int:
             say(f"{run}: it cannot be read: {error.strerror}")
             continue
         for name in names:
-            code = _verify_one(run / name) or code
+            code = _verify_one(run / name, found=True) or code
     return code
 
 
@@ -55,12 +58,37 @@ def _as_checkpoint(directory: Path) -> Path | None:
     return real if is_checkpoint_name(real.name) or os.path.lexists(real / MANIFEST) else None
 
 
-def _verify_one(path: Path) -> int:
-    """Says how one is, and returns the exit code."""
+def _verify_one(path: Path, *, found: bool = False) -> int:
+    """Says how one is, and returns the exit code. `found`: in a run's directory, where a job may be at work."""
+    was_sealed = os.path.lexists(path / MANIFEST)
     try:
         checkpoint.verify(path, Manifest.read(path))
     except (CheckpointDamaged, OSError) as error:
+        if found and not was_sealed and os.path.lexists(path / MANIFEST):
+            return _verify_one(path, found=found)  # just now
+        if found and (why := _at_work(path, was_sealed)):
+            say(f"{path}: {why}")
+            return EXIT_FINISHED
         say(f"{path}: {error}")
         return EXIT_FAILED
     say(f"{path}: intact")
     return EXIT_FINISHED
+
+
+def _at_work(path: Path, was_sealed: bool) -> str:
+    """What the run's job does, or did, to what is no checkpoint without being damaged; empty: it is damaged.
+
+    Only its marks tell that it was not sealed. A copy without them may be one that lacks its end, the manifest.
+    """
+    try:
+        os.lstat(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(path / MANIFEST)
+            return ""
+        if not os.path.isdir(path) or not os.path.isdir(path.parent / SEALED) or path.name in marked(path.parent):
+            return ""
+    except FileNotFoundError:
+        return "deleted meanwhile"
+    except OSError:
+        return ""
+    return "deleted meanwhile" if was_sealed else "not sealed: a save that goes on, or was given up"

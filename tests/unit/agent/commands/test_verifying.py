@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.commands import dalsegno
+from dalsegno.elastic import checkpoint
+from dalsegno.elastic.checkpoint import Manifest
 from tests.unit.agent.storage.test_storage import make_checkpoint
 
 Output = pytest.CaptureFixture[str]
@@ -92,3 +94,64 @@ def test_what_is_closed_is_not_passed_over(damaged: Path, closed: str, mode: int
     assert (done.returncode, done.stderr) == (1, "")
     assert why in done.stdout
     assert ("step-3.e1.1" in done.stdout) == (closed not in (".", "job"))
+
+
+def test_a_save_that_goes_on_is_no_damage(tmp_path: Path, capsys: Output) -> None:
+    """Of a live run each look ended with 1. The marks tell it from what has lost its manifest."""
+    make_checkpoint(tmp_path, "step-3.e1.1")
+    (tmp_path / "step-4.e1.1").mkdir()
+    (tmp_path / "step-4.e1.1" / "model.pt").touch()
+    intact, going = (tmp_path / name for name in ("step-3.e1.1", "step-4.e1.1"))
+    lines = f"{intact}: intact\n{going}: not sealed: a save that goes on, or was given up\n"
+    assert verify(tmp_path, capsys) == (0, lines)
+    # Whoever names it wants to have a checkpoint.
+    lost = f"{going}: {going.name}/MANIFEST.json: MANIFEST (not there)\n"
+    assert verify(going, capsys) == (1, lost)
+    (tmp_path / ".sealed" / going.name).touch()
+    assert verify(tmp_path, capsys) == (1, f"{intact}: intact\n{lost}")
+    # A copy without marks: it may lack what comes last.
+    shutil.rmtree(tmp_path / ".sealed")
+    assert verify(tmp_path, capsys) == (1, f"{intact}: intact\n{lost}")
+
+
+@pytest.mark.parametrize("after", ["all of it", "the manifest"])
+def test_a_checkpoint_that_is_deleted_meanwhile_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output, after: str
+) -> None:
+    """The job retires its old ones while they are read."""
+    make_checkpoint(tmp_path, "step-3.e1.1")
+    make_checkpoint(tmp_path, "step-4.e1.1")
+    old, new = (tmp_path / name for name in ("step-3.e1.1", "step-4.e1.1"))
+
+    def deletes(path: Path, manifest: Manifest) -> None:
+        if path == old:
+            (tmp_path / ".sealed" / path.name).unlink()
+            (path / "MANIFEST.json").unlink()
+            (path / "model.pt").unlink()
+            if after == "all of it":
+                path.rmdir()
+        checked(path, manifest)
+
+    checked = checkpoint.verify
+    monkeypatch.setattr(checkpoint, "verify", deletes)
+    assert verify(tmp_path, capsys) == (0, f"{old}: deleted meanwhile\n{new}: intact\n")
+
+
+def test_a_checkpoint_that_is_sealed_meanwhile_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Between two looks at its manifest."""
+    make_checkpoint(tmp_path, "step-3.e1.1")
+    path = tmp_path / "step-3.e1.1"
+    (path / "MANIFEST.json").rename(tmp_path / "manifest")
+
+    def seals(directory: Path) -> Manifest:
+        try:
+            return read(directory)
+        finally:
+            if (tmp_path / "manifest").exists():
+                (tmp_path / "manifest").rename(path / "MANIFEST.json")
+
+    read = Manifest.read
+    monkeypatch.setattr(Manifest, "read", seals)
+    assert verify(tmp_path, capsys) == (0, f"{path}: intact\n")
