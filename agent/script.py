@@ -178,7 +178,7 @@ def is_archive(name: str) -> bool:
 def main_file(name: str) -> Path | None:
     """The source that Python runs for a script's name: of a directory its `__main__.py`; None: it is an archive."""
     path = Path(name, "__main__.py") if os.path.isdir(name) else Path(name)
-    return path if path.is_file() and not is_archive(name) else None
+    return path if os.path.isfile(path) and not is_archive(name) else None
 
 
 def working_directory() -> str:
@@ -350,9 +350,9 @@ def module_file(name: str) -> Path | None:
     """The file of a module that `-m` runs from the working directory; None: it is not below that. Imports nothing."""
     base = Path(*name.split("."))
     paths = [base.with_suffix(".py"), base / "__main__.py"]
-    if (base / "__init__.py").is_file():
+    if os.path.isfile(base / "__init__.py"):
         paths.reverse()  # a package comes before a module of its name; another directory does not
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in paths if os.path.isfile(path)), None)
 
 
 def uses_dlrover(script: Script) -> bool:

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
             job = JobCodec().decode(store.load())
         finally:
             store.close()
-    except StoreError as error:
+    except (StoreError, OSError) as error:
         print(f"dlrover-master: {error}", file=sys.stderr)
         return EXIT_FAILED
     events = in_order(job.events, job.remarks)

@@ -193,8 +193,10 @@ def read(directory: Path) -> list[Mark]:
         OSError: the directory or a file of it cannot be read.
     """
     found: list[Mark] = []
-    for path in sorted(directory.glob(f"*{_SUFFIX}")):
-        found += _marks(path)
+    # Not `glob`, which finds nothing where it may not look.
+    for name in sorted(os.listdir(directory)):
+        if name.endswith(_SUFFIX):
+            found += _marks(directory / name)
     return sorted(found, key=lambda one: one.at)
 
 

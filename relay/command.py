@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dalsegno.protos.contract import JobSettings
@@ -142,7 +142,7 @@ def run(arguments: Sequence[str]) -> int:
         parser: Any = Parser(prog=f"dalsegno relay {arguments[0]}", description=action.text)
         action.add(parser)
         return int(action.act(parser.parse_args(arguments[1:])))
-    if arguments and not Path(arguments[0]).exists() and (near := difflib.get_close_matches(arguments[0], ACTIONS, 1)):
+    if arguments and not os.path.exists(arguments[0]) and (near := difflib.get_close_matches(arguments[0], ACTIONS, 1)):
         raise UsageError(f"{arguments[0]} is no file, did you mean dalsegno relay {near[0]}?")
     return _carry_on(pod_parser().parse_args(arguments))
 

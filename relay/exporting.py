@@ -18,7 +18,7 @@ from dalsegno.elastic.checkpoint.files import copy_file, fsync_directory, fsync_
 from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.elastic.checkpoint.marks import mark
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED
-from dalsegno.protos.options import UsageError, file_path
+from dalsegno.protos.options import UsageError, file_path, no_directory
 from dalsegno.protos.run_file import RunFile, read_run_file
 from dalsegno.protos.yaml_text import InputRefused
 
@@ -48,10 +48,10 @@ def export(options: argparse.Namespace) -> int:
     except InputRefused as refused:
         raise UsageError("; ".join(refused.lines)) from refused
     volume, pack = Volume(file.l1_root, file.run_id), Volume(options.directory.absolute(), file.run_id)
-    if not volume.root.is_dir():
-        raise UsageError(f"{volume.root} is no directory: nothing of {file.run_id} is on this volume")
-    if not options.directory.is_dir():
-        raise UsageError(f"{options.directory} is no directory: make it, or mount there what the copy is to lie on")
+    if problem := no_directory(volume.root):
+        raise UsageError(f"{problem}: nothing of {file.run_id} is seen on this volume")
+    if problem := no_directory(options.directory):
+        raise UsageError(f"{problem}: make it, or mount there what the copy is to lie on")
     if os.path.realpath(options.directory) == os.path.realpath(file.l1_root):
         raise UsageError(f"{options.directory} is the volume itself: name another place")
     access = Access.given(options, file.commander)

@@ -8,7 +8,7 @@ import sys
 from dalsegno.elastic.checkpoint import Manifest
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED
-from dalsegno.protos.options import UsageError
+from dalsegno.protos.options import UsageError, no_directory
 from dalsegno.protos.run_file import read_run_file
 from dalsegno.protos.yaml_text import InputRefused
 
@@ -28,8 +28,8 @@ def verify(options: argparse.Namespace) -> int:
     except InputRefused as refused:
         raise UsageError("; ".join(refused.lines)) from refused
     volume = Volume(options.at.absolute() if options.at else file.l1_root, file.run_id)
-    if not volume.root.is_dir():
-        raise UsageError(f"{volume.root} is no directory: nothing of {file.run_id} is on this volume: is it mounted?")
+    if problem := no_directory(volume.root):
+        raise UsageError(f"{problem}: nothing of {file.run_id} is seen on this volume: is it mounted?")
     try:
         found = volume.manifests()
     except OSError as error:

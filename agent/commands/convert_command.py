@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from dalsegno.elastic.universal import Effort
-from dalsegno.protos.options import file_path
+from dalsegno.protos.options import file_path, no_directory
 from dalsegno.protos.own_program import command_of
 from dalsegno.protos.shortage import starting
 from dalsegno.protos.signal_names import how_ended
@@ -84,8 +84,8 @@ def convert(options: argparse.Namespace) -> int:
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"converting needs {' and '.join(missing)}: pip install 'dalsegno[train]'")
-    if not options.source.is_dir():
-        raise ValueError(f"{options.source} is no directory")
+    if problem := no_directory(options.source):
+        raise ValueError(problem)
     Effort(options.threads, options.memory)  # says what is wrong with them
     began = time.monotonic()
     with tempfile.TemporaryFile() as errors:

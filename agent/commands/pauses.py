@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.protos.options import no_directory
 from dalsegno.protos.trace import read
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
@@ -19,8 +20,8 @@ def show(options: argparse.Namespace) -> int:
     Raises:
         OSError: the directory cannot be read.
     """
-    if not options.directory.is_dir():
-        raise ValueError(f"{options.directory} is no directory: give the directory of dlrover-run --trace-dir")
+    if problem := no_directory(options.directory):
+        raise ValueError(f"{problem}: give the directory of dlrover-run --trace-dir")
     found = pauses(read(options.directory))
     if not found:
         print(f"no change of the world in {options.directory}: the worlds before and after it must have made a step")

@@ -11,7 +11,7 @@ from pathlib import Path
 from dalsegno.protos.addresses import ADDRESS, addresses_of
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS
 from dalsegno.protos.limits import MOST, MOST_SETTING
-from dalsegno.protos.options import file_path, seconds
+from dalsegno.protos.options import file_path, no_directory, seconds
 from dalsegno.protos.text import LONGEST_NAME, name_problem
 
 from ..processes.signals import number_of, signals_of
@@ -184,8 +184,8 @@ def save_signal(text: str) -> str:
 def directory(text: str) -> Path:
     """A directory that is there."""
     path = file_path(text)
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no directory")
+    if problem := no_directory(path):
+        raise argparse.ArgumentTypeError(problem)
     return path.absolute()
 
 

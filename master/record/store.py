@@ -204,12 +204,16 @@ class SqliteStore:
     def __init__(self, path: Path, job_id: str) -> None:
         """Opens or creates `path`. Raises StoreError if it cannot be used or belongs to another job."""
         self._path = path
-        if not path.parent.is_dir():
+        try:
+            has_parent, is_directory = path.parent.is_dir(), path.is_dir()
+        except OSError as error:  # closed to this user, or too long a name
+            raise StoreError(f"cannot open the store {path}: {error.strerror}") from error
+        if not has_parent:
             raise StoreError(
                 f"cannot open the store {path}: the directory {path.parent.absolute()} does not exist"
                 " (an absolute path takes four slashes: sqlite:////dir/file)"
             )
-        if path.is_dir():
+        if is_directory:
             raise StoreError(f"cannot open the store {path}: it is a directory, name a file in it")
         with contextlib.suppress(OSError):  # it is there, or SQLite says why not
             # Nobody else's: by an agent's address in it one may ask for what the agent has in memory.

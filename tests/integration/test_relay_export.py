@@ -170,7 +170,7 @@ def test_where_it_cannot_go(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     file = run_file(tmp_path)
     root = tmp_path / "volume" / "runs" / "my-run"
     assert dalsegno(["relay", "export", str(file), str(tmp_path)]) == 2
-    assert "nothing of my-run is on this volume" in capfd.readouterr().err
+    assert "nothing of my-run is seen on this volume" in capfd.readouterr().err
     root.mkdir(parents=True)
     for place, line in ((tmp_path / "none", "is no directory"), (tmp_path / "volume", "is the volume itself")):
         assert dalsegno(["relay", "export", str(file), str(place)]) == 2

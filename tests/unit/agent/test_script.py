@@ -401,6 +401,7 @@ def test_a_package_comes_before_a_module_of_its_name(tmp_path: Path, monkeypatch
     Path("one", "__main__.py").write_text("")
     Path("one.py").write_bytes(BROKEN)
     assert module_file("one") == Path("one.py")
+    assert module_file(f"one.{'n' * 300}") is None
     Path("one", "__init__.py").write_text("")
     assert module_file("one") == Path("one", "__main__.py")
     check_script("one", module=True, no_python=False)

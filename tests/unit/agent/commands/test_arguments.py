@@ -184,6 +184,8 @@ def test_a_flag_that_names_a_file_or_directory_is_not_empty() -> None:
         assert vars(parse(["x.py"], {f"PET_{flag.dest.upper()}": ""})) == vars(parse(["x.py"], {}))
     with pytest.raises(UsageError, match="is a variable unset"):
         parse(["--initial-checkpoint=", "x.py"], {}, here=False)
+    with pytest.raises(UsageError, match=r"argument --initial-checkpoint.* cannot be looked at: File name too long"):
+        parse([f"--initial-checkpoint={'n' * 300}", "x.py"], {})
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "file:///mnt/run", "HTTPS://host/x"])

@@ -70,6 +70,46 @@ def test_an_empty_name_is_not_the_working_directory(
     assert said.out == ""
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["checkpoints", name] for name in ("ls", "verify", "show")),
+        ["checkpoints", "prune", "--keep=1"],
+        ["convert"],
+        *(["pauses"], ["doctor"], ["doctor", "--dlrover"], ["relay"], ["relay", "verify"], ["render", "k8s"]),
+        *(["status", f"--{name}"] for name in ("checkpoint-dir", "token-file", "tls-ca")),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_said_to_be_so(
+    arguments: list[str], checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """In one line: `Path.is_dir` raises where the system does, as it does in a directory of somebody else."""
+    monkeypatch.chdir(checkpoints)
+    of_a_master = arguments[-1] in ("--token-file", "--tls-ca")
+    there = ["there"] if arguments[0] == "convert" else ["--master=h:1"] if of_a_master else []
+    assert dalsegno.run([*arguments, "n" * 300, *there]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    assert "n" * 300 in said.err
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_a_closed_directory_holds_no_marks_that_can_be_seen(tmp_path: Path) -> None:
+    """It was said that no change of the world is in it."""
+    (tmp_path / "traces").mkdir(mode=0o000)
+    drops = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
+    done = subprocess.run(
+        [*drops, sys.executable, "-m", "dalsegno.agent.commands.dalsegno", "pauses", str(tmp_path / "traces")],
+        cwd=Path(__file__).parents[4],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    error = f"[Errno 13] Permission denied: '{tmp_path / 'traces'}'"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"dalsegno: error: {error}\n")
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 

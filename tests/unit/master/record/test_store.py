@@ -293,6 +293,8 @@ def test_a_locked_store_says_so_and_works_again(tmp_path: Path, monkeypatch: pyt
         ("sqlite:////nowhere/at/all/s.sqlite", "/nowhere/at/all does not exist"),
         ("sqlite:////proc/s.sqlite", "cannot open the store /proc/s.sqlite"),
         ("sqlite:////usr", "is a directory"),
+        (f"sqlite:///{'n' * 300}", "cannot open the store n+: File name too long"),
+        (f"sqlite:///{'n' * 300}/s.sqlite", "cannot open the store n+/s.sqlite: File name too long"),
     ],
 )
 def test_a_bad_store_url_gives_one_clear_line(url: str, line: str) -> None:
