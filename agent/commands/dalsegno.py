@@ -28,7 +28,7 @@ from dalsegno.elastic.checkpoint import (
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.universal import is_read, is_written
 from dalsegno.protos.contract import Variable, run_number
-from dalsegno.protos.options import Parser, UsageError, file_path, path_text, seconds
+from dalsegno.protos.options import Parser, UsageError, file_path, job_id, path_text, seconds
 
 from ..control.grpc_logs import quiet_grpc
 from ..decisions.events import COMMAND_INTERRUPTED, EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
@@ -292,7 +292,7 @@ def _add_master(command: argparse.ArgumentParser) -> None:
 
     service = os.environ.get(Variable.MASTER) or None
     add("master", service, "HOST:PORT", f"the job's master, if it is a service; also {Variable.MASTER}", type=address)
-    add("job-id", None, "JOB", "which job, where several have a master of their own")
+    add("job-id", None, "JOB", "which job, where several have a master of their own", type=job_id)
     add("checkpoint-dir", "checkpoints", "DIR", "where a job without a service has its master's address")
     for name in ("token-file", "tls-ca", "tls-cert", "tls-key"):
         add(name, None, "FILE", "as dlrover-run's, for --master")

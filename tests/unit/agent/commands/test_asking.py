@@ -170,6 +170,20 @@ def test_the_variables_of_dlrover_run_name_the_master_here_too(monkeypatch: pyte
     assert (options.master, options.job_id, options.checkpoint_dir) == ("other:1", None, "checkpoints")
 
 
+@pytest.mark.parametrize("words", [["status"], ["stop"], ["drain", "a"], ["scale", "2"], ["events"]])
+@pytest.mark.parametrize("job", ["", "../other", "n" * 300])
+def test_an_order_is_for_the_job_that_was_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], job: str
+) -> None:
+    """As of a variable of the shell that is not set: whatever job there was was stopped."""
+    private = tmp_path / ".dalsegno" / "job"
+    private.mkdir(parents=True, mode=0o700)
+    ClaimFile(private).write(Claim("h", "b", 1, 1, 1, 1, "127.0.0.1:1"), threading.Event())
+    make_token(private)
+    assert run([words[0], f"--checkpoint-dir={tmp_path}", f"--job-id={job}", *words[1:]]) == 2
+    assert f"argument --job-id: {job!r} is no job id" in capsys.readouterr().err
+
+
 def test_numbers_of_events_and_orders_are_numbers() -> None:
     """As over HTTP; what is optional is there only where it is known."""
     event = plain(pb.Event(sequence=7, epoch=2, lost_steps=1, kind="stepped", seconds=0.5))
