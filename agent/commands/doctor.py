@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from ..dlrover import claims, scripts
 from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
 from ..processes.lifeline import Lifeline
 from ..processes.proc import adopt_orphans, end_descendants, kill_group
-from ..script import Script, ScriptError, expects_session, module_file, text_of, working_directory
+from ..script import Script, ScriptError, check_script, expects_session, main_file, module_file, text_of
 from ..storage.macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand
 from ..workers.socket_place import sweep
 from .installed import outdated_dlrover, version_of
@@ -94,8 +95,10 @@ def doctor(options: argparse.Namespace) -> int:
         if given := [flag for flag, value in _of_a_script(options).items() if value]:
             raise ValueError(f"{', '.join(given)} without a script: name the SCRIPT that is to be examined")
         return _installation()
-    if not options.module and not Path(options.script).is_file():
-        raise ValueError(f"the script {options.script} does not exist (working directory: {_here()})")
+    try:
+        check_script(options.script, module=options.module, no_python=False)
+    except ScriptError as error:
+        raise ValueError(str(error)) from error
     ranks, timeout_seconds = (1 if value is None else value for value in (options.nproc_per_node, options.timeout))
     if ranks < 1 or not timeout_seconds > 0:
         raise ValueError("--nproc-per-node is at least 1, and --timeout more than 0")
@@ -113,13 +116,6 @@ def _of_a_script(options: argparse.Namespace) -> dict[str, bool]:
         "--module": options.module,
         "--dlrover": options.dlrover,
     }
-
-
-def _here() -> str:
-    try:
-        return working_directory()
-    except ScriptError as error:
-        raise ValueError(str(error)) from error
 
 
 # ---- the installation ------------------------------------------------------------------------------------------------
@@ -171,7 +167,10 @@ def _sweep() -> None:
 
 def _dlrover(script: str) -> int:
     """Says what a script uses of DLRover's client library."""
-    found = scripts.uses(text_of(Path(script)))
+    file = main_file(script)
+    if file is None:
+        raise ValueError(f"--dlrover reads a script's file, not an archive: {script}")
+    found = scripts.uses(text_of(file))
     for line in (*scripts.findings(script, found, version_of("dlrover")), *outdated_dlrover(found)):
         print(line)
     # Which worlds may open is not known here: all that up to four nodes can form.
@@ -188,10 +187,11 @@ def _examine(options: argparse.Namespace) -> int:
     file = (module_file(options.script) or _installed(options.script)) if options.module else Path(options.script)
     named = file is not None and expects_session(Script(sys.executable, ("-u", str(file))))
     if options.timeout is None and not named:
-        print(
-            f"{options.script} was not run: nothing in it names dalsegno.elastic, so it would train and save here, to "
-            "its end; --timeout=S runs it for S seconds"
-        )
+        why = "nothing in it names dalsegno.elastic, so it would train and save here, to its end"
+        why = why if file is not None else "there is no module of that name, as far as can be told without an import"
+        print(f"{options.script} was not run: {why}; `{_typed(options, '--timeout=S')}` runs it for S seconds")
+        if file is None:
+            return EXIT_FAILED
         print(
             "dlrover-run starts such a script again at each change, like torchrun; let it save below '${save_dir}', "
             "and what it saves is the run's (docs/scripts.md)"
@@ -208,7 +208,8 @@ def _examine(options: argparse.Namespace) -> int:
     if code is None:
         print(f"{options.script} made no step within {timeout_seconds:.0f} s (--timeout): it was ended")
     elif code:
-        alone = "" if options.nproc_per_node else "; if it lacks RANK, it needs torchrun: --nproc-per-node=1"
+        torchrun = f"; if it lacks RANK, it needs torchrun: `{_typed(options, '--nproc-per-node=1')}`"
+        alone = "" if options.nproc_per_node else torchrun
         print(f"{options.script} failed before its first step, with exit code {code}: its own lines say why{alone}")
     else:
         print(
@@ -216,6 +217,15 @@ def _examine(options: argparse.Namespace) -> int:
             "like torchrun, and where it goes on is its own affair"
         )
     return EXIT_FAILED
+
+
+def _typed(options: argparse.Namespace, flag: str) -> str:
+    """The command that was given, with one more flag of ours: it must stand before the script's name."""
+    ranks = [f"--nproc-per-node={options.nproc_per_node}"] if options.nproc_per_node else []
+    timeout = [f"--timeout={options.timeout:g}"] if options.timeout is not None else []
+    module = ["-m"] if options.module else []
+    words = ["dalsegno", "doctor", *ranks, flag, *timeout, *module, options.script, *options.arguments]
+    return printable(shlex.join(words))
 
 
 def _installed(name: str) -> Path | None:

@@ -179,7 +179,9 @@ def findings(script: str, found: Uses, version: str) -> list[str]:
         version: of the installed library; empty: there is none.
     """
     if not found.imports:
-        return [f"{script} does not import dlrover itself; if a module of yours does, say so with --dlrover"]
+        return [
+            f"{script} does not import dlrover itself; if a module of yours does, say so with --dlrover of dlrover-run"
+        ]
     installed = f"dlrover {version} is installed; 0.6.1 was tested" if version else "dlrover is not installed here"
     lines = [installed]
     if line := refusal(script, found):

@@ -93,7 +93,7 @@ def test_a_script_without_a_session_does_not_train(tmp_path: Path, arguments: li
     code, said = doctor(tmp_path, *arguments, script="import model; open('ckpt.pt', 'w')")
     assert code == 1
     assert "train.py was not run" in said or "train was not run" in said
-    assert "--timeout=S runs it" in said
+    assert "` runs it for S seconds" in said
     assert not (tmp_path / "ckpt.pt").exists()
 
 
@@ -122,7 +122,7 @@ def test_a_script_of_torchruns(tmp_path: Path) -> None:
     script = "import os; print('rank', os.environ['RANK'])"
     code, said = doctor(tmp_path, "--timeout=60", "train.py", script=script)
     assert code == 1
-    assert "if it lacks RANK, it needs torchrun: --nproc-per-node=1" in said
+    assert "if it lacks RANK, it needs torchrun: `dalsegno doctor --nproc-per-node=1 --timeout=60 train.py`" in said
     assert "rank 0" in doctor(tmp_path, "--timeout=60", "--nproc-per-node=1", "train.py", script=script)[1]
 
 

@@ -325,6 +325,13 @@ COMMANDS: dict[str, How] = {
     "dalsegno doctor examples/train.py --steps=1000": Run(
         says="change of the world: its checkpoints load as they are", full=True
     ),
+    "dalsegno doctor --timeout=S train.py": Elsewhere(
+        "a name", "tests/integration/test_doctor.py::test_a_script_without_a_session_that_is_to_run"
+    ),
+    "dalsegno stop --job-id=$JOB": Name("in the changelog: what is refused where JOB is not set"),
+    "dalsegno stop --checkpoint-dir=COPY": Name("in the changelog: what reached another job"),
+    "dalsegno pauses": Name(_PROGRAM),
+    "dalsegno checkpoints verify": Name(_PROGRAM),
     "dalsegno doctor train.py": Elsewhere("a name", "tests/integration/test_doctor.py::test_a_script_that_fails"),
     "dalsegno status | checkpoints | convert | doctor": Name(_PROGRAM),
     "python -m dalsegno.elastic.universal": Elsewhere(

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -455,7 +456,6 @@ def test_doctor_removes_what_flash_checkpoint_left(capsys: Output) -> None:
         ("import dalsegno.elastic", "faraway", True),
         ("import dalsegno.elastic", "faraway.nothing", False),
         ("import dalsegno.elastic", "faraway.train.nothing", False),
-        ("", "nothing.at.all", False),
     ],
 )
 def test_doctor_runs_no_module_without_a_session(
@@ -473,6 +473,56 @@ def test_doctor_runs_no_module_without_a_session(
     monkeypatch.setattr(doctor, "_run", lambda command, directory, seconds: (commands.append(command) or 0, []))
     assert dalsegno.run(["doctor", "-m", module]) == 1
     assert bool(commands) == runs
-    assert (f"{module} was not run: nothing in it names dalsegno.elastic" in capsys.readouterr().out) != runs
+    why = "there is no module of that name" if "nothing" in module else "nothing in it names dalsegno.elastic"
+    said = capsys.readouterr().out
+    assert (f"{module} was not run: {why}" in said) != runs
+    assert (f"`dalsegno doctor --timeout=S -m {module}` runs it" in said) != runs
     assert dalsegno.run(["doctor", "--timeout=1", "-m", module]) == 1
     assert len(commands) == 1 + runs
+
+
+@pytest.mark.parametrize("arguments", [["-m", "nothing.at.all"], ["--timeout=1", "-m", "nothing"]])
+def test_doctor_looks_for_the_module_first(arguments: list[str], capsys: Output) -> None:
+    """It was said that nothing in it names dalsegno.elastic."""
+    assert dalsegno.run(["doctor", *arguments]) == 2
+    assert capsys.readouterr().err == f"dalsegno: error: there is no module nothing (-m {arguments[-1]})\n"
+
+
+def test_doctor_takes_a_directory_as_python_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """By its `__main__.py`. It was said not to exist."""
+    monkeypatch.chdir(tmp_path)
+    Path("train").mkdir()
+    for flags in ([], ["--dlrover"]):
+        assert dalsegno.run(["doctor", *flags, "train"]) == 2
+        assert "the script train is a directory without a __main__.py" in capsys.readouterr().err
+    Path("train", "__main__.py").write_text("print()")
+    assert dalsegno.run(["doctor", "train"]) == 1
+    assert "train was not run: nothing in it names dalsegno.elastic" in capsys.readouterr().out
+    Path("train", "__main__.py").write_text("import dlrover")
+    assert dalsegno.run(["doctor", "--dlrover", "train"]) == 0
+    assert "it gets DLRover's variables" in capsys.readouterr().out
+    with zipfile.ZipFile("train.pyz", "w") as archive:
+        archive.writestr("__main__.py", "import dlrover")
+    assert dalsegno.run(["doctor", "--dlrover", "train.pyz"]) == 2
+    assert "--dlrover reads a script's file, not an archive" in capsys.readouterr().err
+
+
+def test_what_doctor_advises_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """Flags behind the script's name are the script's: with --timeout there it was told the same again."""
+    monkeypatch.chdir(tmp_path)
+    Path("plain script.py").write_text("raise KeyError('RANK')")
+    monkeypatch.setattr(doctor, "_run", lambda command, directory, seconds: (1, []))
+    assert dalsegno.run(["doctor", "plain script.py", "--timeout=1"]) == 1
+    said = capsys.readouterr().out
+    assert "; `dalsegno doctor --timeout=S 'plain script.py' --timeout=1` runs it for S seconds\n" in said
+    assert dalsegno.run(["doctor", "--timeout=9", "plain script.py", "--lr=1"]) == 1
+    torchrun = "`dalsegno doctor --nproc-per-node=1 --timeout=9 'plain script.py' --lr=1`"
+    assert f"if it lacks RANK, it needs torchrun: {torchrun}\n" in capsys.readouterr().out
+    assert dalsegno.run(["doctor", "--nproc-per-node=1", "--timeout=9", "plain script.py"]) == 1
+    assert "torchrun" not in capsys.readouterr().out
+    assert dalsegno.run(["doctor", "--nproc-per-node=2", "plain script.py"]) == 1
+    assert "`dalsegno doctor --nproc-per-node=2 --timeout=S 'plain script.py'` runs it" in capsys.readouterr().out
+    assert dalsegno.run(["doctor", "--dlrover", "plain script.py"]) == 0
+    assert "if a module of yours does, say so with --dlrover of dlrover-run\n" in capsys.readouterr().out
