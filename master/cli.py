@@ -428,7 +428,9 @@ def _parser() -> argparse.ArgumentParser:
         )
     add("--insecure", action="store_true", help="listen beyond this machine without a token")
     add("--log-file", type=file_path, metavar="FILE", help="write the log there")
-    text = "end, with all stacks in the log, when nothing has moved in this process for S seconds (default: 300)"
+    text = (
+        "end, with all stacks in the log, when nothing has moved in this process for S seconds (default: 300; 0: never)"
+    )
     add("--hang-timeout", type=seconds, default=HANG_TIMEOUT_SECONDS, metavar="S", help=text)
     add("--embedded", action="store_true", help="end with the job, or when no agent is left (dlrover-run's own master)")
     add("--idle-timeout", type=seconds, default=30.0, metavar="S", help="with --embedded: end after S seconds alone")

@@ -37,8 +37,11 @@ class Watchdog:
     """Call `run` in the event loop; it lasts until it is cancelled."""
 
     def __init__(self, seconds: float, log_file: Path | None) -> None:
-        """Ends this process after `seconds` of its life without a turn of its loop; the stacks go into the log."""
-        self._looks = max(2, round(seconds / LOOK_EVERY_SECONDS))
+        """Ends this process after `seconds` of its life without a turn of its loop; the stacks go into the log.
+
+        0: never. Otherwise after at least two looks in a row: the loop may just be at work.
+        """
+        self._looks = max(2, round(seconds / LOOK_EVERY_SECONDS)) if seconds else 0
         self._log_file = log_file
         # Not asked for at the end: `logging` has locks.
         self._handler = own_handler()
@@ -48,7 +51,8 @@ class Watchdog:
     async def run(self) -> None:
         """Reports that the loop runs, as long as it does. Once this is cancelled, nobody looks any more."""
         # Not a timer of the clock, which would have run on while the process was stopped.
-        threading.Thread(target=self._watch, name="dalsegno-watchdog", daemon=True).start()
+        if self._looks:
+            threading.Thread(target=self._watch, name="dalsegno-watchdog", daemon=True).start()
         try:
             while True:
                 self._beats += 1

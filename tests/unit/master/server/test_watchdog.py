@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 
 import pytest
 
@@ -51,10 +53,27 @@ def test_only_looks_without_a_turn_count() -> None:
     assert ends(set(range(0, 101, 10))) is None
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
 def test_one_look_is_never_enough(seconds: float) -> None:
     """The loop may just be at work, however short the time that was asked for."""
     assert Watchdog(seconds, None)._looks >= 2
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_with_0_nobody_looks(seconds: float) -> None:
+    """As with other flags. It meant the least, 2 s, in which a busy disk or machine ends a master."""
+
+    async def looked() -> bool:
+        running = asyncio.create_task(Watchdog(seconds, None).run())
+        await asyncio.sleep(0)
+        looks = any(thread.name == "dalsegno-watchdog" for thread in threading.enumerate())
+        running.cancel()
+        return looks
+
+    assert asyncio.run(looked()) == (seconds > 0)
+    for thread in threading.enumerate():
+        if thread.name == "dalsegno-watchdog":
+            thread.join(5)
 
 
 def test_the_stacks_are_shown_by_a_python_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
