@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -210,8 +211,11 @@ def _trace_into(directory: str | None) -> None:
     """Makes this process, and all that it starts, note what happens when.
 
     Raises:
-        OSError: the directory cannot be made.
+        OSError: the directory cannot be made, or not be written.
     """
     if directory is not None:
         os.makedirs(directory, exist_ok=True)
+        # A mark that cannot be written says nothing: it is made in the midst of a training.
+        with tempfile.TemporaryFile(dir=directory):
+            pass
         trace_into(os.path.abspath(directory))

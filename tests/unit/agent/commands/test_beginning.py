@@ -16,6 +16,7 @@ from dalsegno.agent.commands.arguments import parse
 from dalsegno.agent.commands.beginning import made_directories, nursery_spec, script_of
 from dalsegno.agent.script import modules_of
 from dalsegno.agent.shell import console
+from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
 
 LOG = Path("standby.log")
@@ -110,6 +111,13 @@ def test_a_directory_that_cannot_be_made_is_named_with_its_flag(
     text = str(error.value)
     assert all(part in text for part in (flag, "file/x cannot be written (Not a directory)", "choose another")), text
     assert "Errno" not in text
+
+
+def test_a_directory_for_marks_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """Else the run would go on without marks, and only a log would say so."""
+    with pytest.raises(UsageError, match=r"^--trace-dir: /sys cannot be written \(.*\); choose another, or make it wr"):
+        made_directories(parse(["--job-id=job", f"--checkpoint-dir={tmp_path}", "--trace-dir=/sys", "x.py"], {}))
+    assert not os.environ.get(Variable.TRACE)
 
 
 @pytest.mark.parametrize("below", ["", "/x"])
