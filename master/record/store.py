@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -64,6 +65,8 @@ OLD_RECORD = "record"
 LOCK_TIMEOUT_SECONDS = 5.0
 # Primary codes of SQLite (https://sqlite.org/rescode.html).
 _BUSY, _CANTOPEN = 5, 14
+# By primary code: why a page cannot be read now, which says nothing about what is in it.
+_UNREAD = {_BUSY: "database is locked", 7: "out of memory", 10: "disk I/O error", _CANTOPEN: "it cannot be opened"}
 # Descriptors kept back, because a write opens the journal and its directory, and connections must not take them.
 RESERVED_DESCRIPTORS = 8
 
@@ -310,7 +313,7 @@ class SqliteStore:
             self._db.execute("PRAGMA synchronous = EXTRA")
             verdict = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if verdict != "ok":
-            raise self._damaged(one_line(str(verdict)))
+            raise self._not_sound(str(verdict))
         with self._transaction("open"):
             version = self._format()
             if version == 0:
@@ -323,6 +326,15 @@ class SqliteStore:
                 f"the store {self._path} belongs to job {head.job_id!r}, not to {job_id!r}:"
                 " give each job its own --store"
             )
+
+    def _not_sound(self, verdict: str) -> StoreError:
+        """What the integrity check has found. A page that it could not read is a finding, too, and no error."""
+        code = re.search(r"error code=(\d+)", verdict)
+        if why := _UNREAD.get(int(code[1]) & 0xFF if code else 0):
+            return StoreUnavailable(
+                f"cannot read the store {self._path}: {why}; if the same comes again and again, {_CURE}"
+            )
+        return self._damaged(one_line(verdict))
 
     def _format(self) -> int:
         """Format of the file; 0: nothing was written yet. The number alone is not believed: it has no checksum."""

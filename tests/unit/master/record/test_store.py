@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import math
 import os
+import re
 import resource
 import shutil
 import sqlite3
@@ -250,6 +252,43 @@ def test_a_message_that_is_no_text_is_a_damage_too(tmp_path: Path) -> None:
     with pytest.raises(StoreDamaged) as error:
         opened(path).load()
     assert one_line(error).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "why"),
+    [
+        (266, StoreUnavailable, "disk I/O error"),
+        (10, StoreUnavailable, "disk I/O error"),
+        (7, StoreUnavailable, "out of memory"),
+        (14, StoreUnavailable, "it cannot be opened"),
+        (261, StoreUnavailable, "database is locked"),
+        (11, StoreDamaged, "unable to get the page"),
+        (267, StoreDamaged, "unable to get the page"),
+        (None, StoreDamaged, "unable to get the page"),
+    ],
+)
+def test_a_page_that_cannot_be_read_now_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, kind: type[StoreError], why: str
+) -> None:
+    """SQLite's check answers so, without an error: a job's own master put the sound file aside, and began anew."""
+    path = tmp_path / "s.sqlite"
+    store = opened(path)
+    store.save({"a": b"state"}, store.raise_generation())
+    words = "unable to get the page" + (f". error code={code}" if code else "")
+
+    class Failing(sqlite3.Connection):
+        def execute(self, sql: str, *rest: object) -> sqlite3.Cursor:
+            if sql.startswith("PRAGMA integrity_check"):
+                return super().execute("SELECT ?", (f"*** in database main ***\nPage 4: {words}",))
+            return super().execute(sql, *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Failing))
+        with pytest.raises(StoreError, match=re.escape(why)) as error:
+            opened(path)
+    assert type(error.value) is kind
+    assert one_line(error).endswith("move the file away to have the job found again from its checkpoints")
+    assert opened(path).load() == {"a": b"state"}
 
 
 def test_a_store_of_another_job_or_of_something_else_is_refused(tmp_path: Path) -> None:
