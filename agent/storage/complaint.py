@@ -19,6 +19,7 @@ from .private import PRIVATE
 
 __all__ = [
     "Complaint",
+    "FailingError",
     "UnreadableError",
     "is_forbidden",
     "not_made",
@@ -37,6 +38,12 @@ logger = logging.getLogger(__name__)
 
 class UnreadableError(OSError):
     """A checkpoint that may be the newest is there, but not for this user: one line that says what to change."""
+
+
+class FailingError(UnreadableError):
+    """As that one, but nobody forbids it: the file system fails, for this reason."""
+
+    reason = ""
 
 
 class Complaint:
@@ -150,12 +157,23 @@ def is_forbidden(error: OSError) -> bool:
 
 
 def unreadable(directory: Path, error: OSError) -> UnreadableError:
-    """Whose a checkpoint is that this user may not read, and what to do, in one line.
+    """Whose a checkpoint is that this user may not read, or that nobody can, and what to do, in one line.
 
     Args:
         directory: the checkpoint's.
-        error: what came of reading its manifest, see `is_forbidden`.
+        error: what came of reading its manifest. It does not say that none is there.
     """
+    if not is_forbidden(error):
+        # A rename reads nothing of it.
+        move = f"mv {shlex.quote(str(directory))} {shlex.quote(str(_aside(directory)))}"
+        reason = error.strerror or str(error)
+        failing = FailingError(
+            f"{directory.name} is there, and may be the newest checkpoint, but the file system does not let it be read"
+            f" ({reason}). The run does not go on without it: mend the mount or disk, or, to go back without it:"
+            f" `{move}`; another --job-id begins anew"
+        )
+        failing.reason = reason
+        return failing
     path = _in_the_way(directory, error)
     found, me = _found(path), os.geteuid()
     # Whoever runs the job has made the run's directory.
@@ -182,12 +200,17 @@ def unreadable(directory: Path, error: OSError) -> UnreadableError:
             help_ = f"let {user(found.st_uid)} run all of the job, as before"
     if ours and within:
         # The owner of a directory may rename another's in it, also one that only that user may enter.
-        aside = shlex.quote(str(directory.with_name(f"aside-{directory.name}")))
+        aside = shlex.quote(str(_aside(directory)))
         help_ += f", or, to go back without it: `mv {whole} {aside}`"
     return UnreadableError(
         f"{directory.name} is there, and may be the newest checkpoint, but this agent cannot read it"
         f" ({error.strerror}){whose}. The run does not go on without it: {help_}; another --job-id begins anew"
     )
+
+
+def _aside(directory: Path) -> Path:
+    """A name under which nobody takes it for a checkpoint."""
+    return directory.with_name(f"aside-{directory.name}")
 
 
 def _lets_its_owner(found: os.stat_result) -> bool:

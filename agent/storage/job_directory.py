@@ -22,7 +22,6 @@ from dalsegno.elastic.checkpoint import (
     CheckpointStore,
     Damage,
     Manifest,
-    finished_runs,
     is_checkpoint_name,
     read_sealed,
     verify,
@@ -31,7 +30,7 @@ from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.files import Meter, publish
 from dalsegno.elastic.checkpoint.spares import clear_spares, spare_bytes
 from dalsegno.protos import control_pb2
-from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_FINISHED_RUNS
+from dalsegno.protos.limits import MOST_FINISHED_RUNS
 from dalsegno.protos.shortage import shortage
 from dalsegno.protos.text import is_component, one_line
 
@@ -42,7 +41,7 @@ from .forms import is_form, with_forms
 from .private import PRIVATE, NotPrivateError, check_private, read_private
 from .problems import is_gone
 from .room import prune_replaced
-from .survey import Manifests, Survey, look_at, looked_again, newest_of, runs_in_order
+from .survey import Manifests, Survey, look_at, looked_again, surveyed
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
 
@@ -150,31 +149,11 @@ class JobDirectory:
     def survey(self) -> Survey:
         """For `Register`: the newest checkpoints of the runs that are not finished, and the finished runs.
 
-        Of all runs but the last it has only the newest checkpoint, which tells the run's epochs.
-
         Raises:
-            OSError: the job's directory cannot be read, or that of the run that continues.
+            OSError: see `surveyed`.
         """
-        finished = runs_in_order(finished_runs(self.runs))
-        found: list[control_pb2.Checkpoint] = []
-        for run in self._open_runs(finished):
-            room = MOST_CHECKPOINTS - len(found)
-            try:
-                # A seal is enough, because a damaged one must be in sight to be found damaged.
-                found += newest_of(self.runs / run, self._manifests, min(room, 1) if found else room)
-            except OSError as error:
-                if not found:
-                    raise
-                logger.warning("%s cannot be read: %s", self.runs / run, error)
+        found, finished = surveyed(self.runs, self._manifests)
         return Survey(self.probe(), tuple(found), tuple(finished[-MOST_FINISHED_RUNS:]))
-
-    def _open_runs(self, finished: Sequence[str]) -> list[str]:
-        """Runs that are not finished, the newest first."""
-        try:
-            names = set(os.listdir(self.runs)) - set(finished)
-        except FileNotFoundError:
-            return []
-        return [name for name in reversed(runs_in_order(names)) if os.path.isdir(self.runs / name)]
 
     def look(self, run_id: str, resume: control_pb2.CheckpointRef | None, newer_than: tuple[int, int] | None) -> Survey:
         """For `Join`, see `look_at`.
@@ -182,8 +161,10 @@ class JobDirectory:
         Raises:
             OSError: the run's directory cannot be read.
         """
-        found, unusable = ([], []) if not run_id else look_at(self.run(run_id), resume, newer_than, self._manifests)
-        return Survey(self.probe(), tuple(found), (), tuple(unusable))
+        if not run_id:
+            return Survey(self.probe(), (), ())
+        found, unusable, passed_over = look_at(self.run(run_id), resume, newer_than, self._manifests)
+        return Survey(self.probe(), tuple(found), (), tuple(unusable), tuple(passed_over))
 
 
 def _nobody(why: str) -> None:
@@ -209,7 +190,7 @@ class Storage:
         self.deletion, self.keeps_spares = threading.Lock(), False
 
     def survey(self, deliver: Callable[[Survey], None], failed: Callable[[str], None]) -> None:
-        """Looks at the job's directory: once, but where this user may not read it, for about two seconds."""
+        """Looks at the job's directory: once, but where it cannot be read, for some seconds (`looked_again`)."""
 
         def work() -> None:
             try:
@@ -235,8 +216,9 @@ class Storage:
         """Looks until `resume` is in sight, at most `seconds` (for ever if `patient`), then delivers what is seen.
 
         If the directory is in sight, but has no usable manifest in several looks, that is delivered, and a patient look
-        then goes on. A later `look` ends an earlier one without a delivery; one of an earlier `turn` looks at nothing.
-        A directory that cannot be read counts as empty. `failed` hears why there is no look, or no more of them.
+        then goes on. What may be newer, and cannot be read, is waited for as well, at most `seconds`. A later `look`
+        ends an earlier one without a delivery; one of an earlier `turn` looks at nothing. A directory that cannot be
+        read counts as empty. `failed` hears why there is no look, or no more of them.
         """
         with self._look_lock:
             if turn < self._turn:
@@ -254,8 +236,13 @@ class Storage:
                 seen = resume is None or not resume.digest or self._sees(survey, resume)
                 damaged = resume is not None and any(one.name == resume.name for one in survey.unusable)
                 unusable = unusable + 1 if damaged else 0
-                over = seen or (not patient and (time.monotonic() >= deadline or unusable >= _UNUSABLE_LOOKS))
+                late = time.monotonic() >= deadline
+                # What cannot be read may be newer than the resume point. It is waited for, though not for ever.
+                over = seen and (late or not survey.passed_over)
+                over = over or (not patient and (late or unusable >= _UNUSABLE_LOOKS))
                 if (over or unusable == _UNUSABLE_LOOKS) and self._current(number):
+                    for line in survey.passed_over:
+                        self.directory.complaint.once(line, line)
                     deliver(survey)
                 if over:
                     return

@@ -15,16 +15,24 @@ from itertools import islice
 from pathlib import Path
 from threading import Event, Lock
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, is_checkpoint_name
+from dalsegno.elastic.checkpoint import (
+    CheckpointDamaged,
+    CheckpointName,
+    CheckpointStore,
+    Manifest,
+    is_checkpoint_name,
+)
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.layout import MANIFEST
+from dalsegno.elastic.checkpoint.reading import NOT_THERE, is_directory
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import run_number
 from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_UNUSABLE
 
-from .complaint import UnreadableError, is_forbidden, unreadable
+from .complaint import FailingError, UnreadableError, is_forbidden, unreadable
+from .private import NotPrivateError
 
-__all__ = ["Manifests", "Survey", "look_at", "looked_again", "newest_of", "runs_in_order"]
+__all__ = ["Manifests", "Survey", "look_at", "looked_again", "newest_of", "runs_in_order", "surveyed"]
 
 # A Join always reports so many of the newest, and so many of each of the last epochs. What a closed epoch sealed too
 # late to be recorded is among these, because that was the last thing that the epoch did.
@@ -35,6 +43,8 @@ _RECENT = 100
 # Seconds between the looks of a node that registers at what its user may not read. That may be over in a moment: a
 # `chown -R` goes through the files, or a ticket is renewed. A supervisor takes the exit that follows as final.
 _FORBIDDEN_PAUSES_SECONDS = (0.1, 0.2, 0.4, 0.6, 0.7)
+# And where the file system fails (ESTALE, EIO, a mount that is away for a moment).
+_FAILING_PAUSES_SECONDS = (1.0, 3.0, 6.0, 10.0)
 # How many manifests' descriptions an agent remembers.
 _REMEMBERED = 1024
 
@@ -49,6 +59,8 @@ class Survey:
     inventory: tuple[control_pb2.Checkpoint, ...]
     finished_runs: tuple[str, ...]
     unusable: tuple[control_pb2.UnusableCheckpoint, ...] = ()
+    # Lines about what may be newer than all of these, and nobody can read: the next look may see it.
+    passed_over: tuple[str, ...] = ()
 
 
 def runs_in_order(names: Iterable[str]) -> list[str]:
@@ -74,7 +86,7 @@ class Manifests:
         """
         try:
             found = os.lstat(directory / MANIFEST)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return Manifest.read(directory).to_proto()  # says what is wrong
         mark = (found.st_ino, found.st_size, found.st_mtime_ns)
         with self._lock:
@@ -106,10 +118,10 @@ class Manifests:
         Args:
             run_dir: the run's directory.
             names: of directories in it.
-            vital: each may be where the run goes on. So one that is there, but not for this user, is not skipped.
+            vital: each may be where the run goes on. So one that is there, and cannot be read, is not skipped.
 
         Raises:
-            UnreadableError: see `vital`.
+            UnreadableError: see `vital`; a FailingError where no rights forbid it.
         """
         for name in names:
             directory = run_dir / str(name)
@@ -118,7 +130,7 @@ class Manifests:
             except (CheckpointDamaged, ValueError) as error:
                 logger.debug("%s does not count: %s", name, error)
             except OSError as error:
-                if vital and is_forbidden(error):
+                if vital and error.errno not in NOT_THERE:
                     raise unreadable(directory, error) from error
                 self.skipped(directory, error)
 
@@ -134,34 +146,78 @@ class Manifests:
 
 
 def looked_again(look: Callable[[], Survey], closing: Event) -> Survey:
-    """What a look at the job's directory finds; repeated for about two seconds while this user may not read it.
+    """What a look at the job's directory finds. It is repeated for about two seconds while this user may not read it.
+
+    Where the file system fails it is repeated for about twenty seconds: one stale handle would cost the node for good.
 
     Args:
         look: looks once.
         closing: set when nobody waits for it any more.
 
     Raises:
+        NotPrivateError: at once.
         OSError: the last look's.
     """
-    for pause in _FORBIDDEN_PAUSES_SECONDS:
+    forbidden, failing = iter(_FORBIDDEN_PAUSES_SECONDS), iter(_FAILING_PAUSES_SECONDS)
+    while not closing.is_set():
         try:
             return look()
+        except NotPrivateError:
+            raise
         except OSError as error:
-            if not (isinstance(error, UnreadableError) or is_forbidden(error)):
+            pause = next(forbidden if _is_of_rights(error) else failing, None)
+            if pause is None:
                 raise
             logger.info("the checkpoint directory is looked at again: %s", error)
-        # No event tells of a change of rights.
-        if closing.wait(pause):
-            break
+        # No event tells of a change of rights, or when a file system works again.
+        closing.wait(pause)
     return look()
+
+
+def _is_of_rights(error: OSError) -> bool:
+    return is_forbidden(error) or (isinstance(error, UnreadableError) and not isinstance(error, FailingError))
+
+
+def surveyed(runs: Path, manifests: Manifests) -> tuple[list[control_pb2.Checkpoint], list[str]]:
+    """The newest checkpoints of the runs that are not finished, and the finished runs by their numbers.
+
+    Of all runs but the last it has only the newest checkpoint, which tells the run's epochs.
+
+    Args:
+        runs: the job's directory.
+        manifests: reads the manifests.
+
+    Raises:
+        OSError: that directory cannot be read, or that of the run that continues.
+    """
+    try:
+        names = runs_in_order(os.listdir(runs))
+    except FileNotFoundError:
+        names = []
+    found: list[control_pb2.Checkpoint] = []
+    finished: list[str] = []
+    for name in reversed(names):
+        run, room = runs / name, MOST_CHECKPOINTS - len(found)
+        try:
+            if CheckpointStore(run).finished:
+                finished.append(name)
+            elif is_directory(run):
+                # A seal is enough, because a damaged one must be in sight to be found damaged.
+                found += newest_of(run, manifests, min(room, 1) if found else room)
+        except OSError as error:
+            # Behind a newer run it matters to nobody.
+            if not found:
+                raise
+            logger.warning("%s cannot be read: %s", run, error)
+    return found, finished[::-1]
 
 
 def newest_of(run_dir: Path, manifests: Manifests, most: int = MOST_CHECKPOINTS) -> list[control_pb2.Checkpoint]:
     """For a master that may know nothing: the newest checkpoints with their later forms, and those named as best.
 
     Raises:
-        UnreadableError: this user may not read the newest one. Without it such a master would go back to an older one,
-            or to step 0, and give the epoch in its name to another world.
+        UnreadableError: the newest one is there, and cannot be read. Without it such a master would go back to an
+            older one, or to step 0, and give the epoch in its name to another world.
         OSError: the run's directory cannot be read.
     """
     sources, forms = _names(run_dir)
@@ -181,7 +237,7 @@ def look_at(
     resume: control_pb2.CheckpointRef | None,
     newer_than: tuple[int, int] | None,
     manifests: Manifests,
-) -> tuple[list[control_pb2.Checkpoint], list[control_pb2.UnusableCheckpoint]]:
+) -> tuple[list[control_pb2.Checkpoint], list[control_pb2.UnusableCheckpoint], list[str]]:
     """For a master that has asked for `resume`, and may not know what was sealed lately.
 
     Args:
@@ -191,7 +247,8 @@ def look_at(
         manifests: reads the manifests.
 
     Returns:
-        `JoinRequest.inventory` and `JoinRequest.unusable`.
+        `JoinRequest.inventory` and `JoinRequest.unusable`, and a line for people about each later one that the file
+        system does not let anybody read.
 
     Raises:
         UnreadableError: this user may not read `resume`, or one that was made later. A look without it would say that
@@ -202,6 +259,7 @@ def look_at(
     told: dict[str, control_pb2.Checkpoint] = {}
     newest = newer_than or (0, 0)
     unusable: list[control_pb2.UnusableCheckpoint] = []
+    passed_over: list[str] = []
     if resume is not None and is_checkpoint_name(resume.name):
         wanted = CheckpointName.parse(resume.name)
         newest = max(newest, (wanted.epoch, wanted.step))
@@ -216,11 +274,19 @@ def look_at(
             break
         if str(source) in told:
             continue
-        found = _with_form(run_dir, source, forms, manifests, vital=(source.epoch, source.step) > newest)
+        try:
+            found = _with_form(run_dir, source, forms, manifests, vital=(source.epoch, source.step) > newest)
+        except FailingError as error:
+            # Nobody could mend a bad sector, and the master's record has all that counts for sure.
+            passed_over.append(
+                f"{source} may have been saved last, but the file system does not let it be read ({error.reason}):"
+                " the run goes on without it"
+            )
+            continue
         told.update((one.ref.name, one) for one in found)
         if found:
             newest = max(newest, (source.epoch, source.step))
-    return list(told.values())[:MOST_CHECKPOINTS], unusable[:MOST_UNUSABLE]
+    return list(told.values())[:MOST_CHECKPOINTS], unusable[:MOST_UNUSABLE], passed_over
 
 
 def _asked_for(

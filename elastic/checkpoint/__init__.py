@@ -8,7 +8,7 @@ from dalsegno.protos.reads import Reads
 
 from .best import Best, Tracked
 from .errors import CheckpointDamaged, Damage
-from .inventory import Inventory, Unsealed, finished_runs, inspect, inventory
+from .inventory import Inventory, Unsealed, inspect, inventory
 from .layout import FORMS, MANIFEST, SHARDED, UNIVERSAL, WEIGHTS, CheckpointName, is_checkpoint_name
 from .manifest import Cut, FileEntry, Manifest, Order, Position, Ref, Shape
 from .retention import Retirement, lineage, retirable
@@ -44,7 +44,6 @@ __all__ = (
     "Tracked",
     "Unsealed",
     "describe",
-    "finished_runs",
     "inspect",
     "inventory",
     "is_checkpoint_name",

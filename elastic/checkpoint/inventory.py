@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CheckpointDamaged, Damage
-from .layout import FINISHED, MANIFEST, is_checkpoint_name
+from .layout import MANIFEST, is_checkpoint_name
 from .manifest import Manifest
 from .marks import marked
 from .reading import NotRegular, size_of_regular
@@ -76,15 +76,6 @@ def inspect(run_dir: Path, *, check_sizes: bool = True) -> Inventory:
 def inventory(run_dir: Path, *, check_sizes: bool = True) -> list[Manifest]:
     """The sealed checkpoints in ``run_dir``, oldest first. See ``inspect``."""
     return list(inspect(run_dir, check_sizes=check_sizes).sealed)
-
-
-def finished_runs(job_dir: Path) -> list[str]:
-    """Ids of the runs below a job's directory that carry the mark of a finished run, sorted."""
-    try:
-        names = sorted(os.listdir(job_dir))
-    except FileNotFoundError:
-        return []
-    return [name for name in names if os.path.isfile(job_dir / name / FINISHED)]
 
 
 def _check_sizes(directory: Path, manifest: Manifest) -> None:

@@ -10,12 +10,58 @@ import os
 import stat
 from pathlib import Path
 
+# Errors that say that nothing is there: no entry, or a file or a link to itself on the way.
+NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+
 
 class NotRegular(OSError):
     """A link, pipe, device, socket or directory where a file must be."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.EINVAL, "it is no regular file", str(path))
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a directory is there, also through links. Unlike `os.path.isdir` it does not say "no" for "unknown".
+
+    Raises:
+        OSError: Nobody can tell: the file system fails (ESTALE, EIO, a mount that is away), or forbids it.
+    """
+    return stat.S_ISDIR(_mode(path))
+
+
+def is_file(path: Path) -> bool:
+    """Whether a regular file is there, also through links, see `is_directory`.
+
+    Raises:
+        OSError: Nobody can tell.
+    """
+    return stat.S_ISREG(_mode(path))
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything is there, if only a link, see `is_directory`.
+
+    Raises:
+        OSError: Nobody can tell.
+    """
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno not in NOT_THERE:
+            raise
+        return False
+    return True
+
+
+def _mode(path: Path) -> int:
+    """Kind and rights of what is there; 0: nothing is."""
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno not in NOT_THERE:
+            raise
+        return 0
 
 
 def open_regular(path: Path) -> int:

@@ -25,6 +25,7 @@ from .inventory import inventory
 from .layout import BEST, FINISHED, LATEST, LOCK, MANIFEST, SHARDED, CheckpointName, is_checkpoint_name
 from .manifest import Manifest
 from .marks import marked
+from .reading import is_file
 
 
 class DirectoryInUse(RuntimeError):
@@ -207,7 +208,8 @@ class CheckpointStore:
 
     @property
     def finished(self) -> bool:
-        return os.path.isfile(self.run_dir / FINISHED)
+        """Whether the run has reached its end. Raises OSError where nobody can tell."""
+        return is_file(self.run_dir / FINISHED)
 
     @staticmethod
     def _has_no_manifest(directory: Path) -> bool:

@@ -33,7 +33,6 @@ SURFACES = {
             "Tracked",
             "Unsealed",
             "describe",
-            "finished_runs",
         ),
         *("inspect", "inventory", "is_checkpoint_name", "lineage", "read_sealed", "retirable", "seal", "verify"),
         *("verify_files", "verify_listing"),

@@ -71,7 +71,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-def told(found: Survey | tuple[list[pb.Checkpoint], object]) -> set[str]:
+def told(found: Survey | tuple[list[pb.Checkpoint], object, object]) -> set[str]:
     inventory = found.inventory if isinstance(found, Survey) else found[0]
     return {one.ref.name for one in inventory}
 

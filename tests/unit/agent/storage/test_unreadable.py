@@ -19,8 +19,10 @@ import pytest
 
 from dalsegno.agent.storage.complaint import UnreadableError
 from dalsegno.agent.storage.job_directory import JobDirectory, Storage, Survey
+from dalsegno.agent.storage.private import NotPrivateError
 from dalsegno.elastic.checkpoint import Manifest
 from dalsegno.elastic.checkpoint.inventory import Inventory, inspect
+from tests.unit.agent.storage.test_storage import Pauses
 from tests.unit.agent.storage.test_survey import put, told
 
 Close = Callable[..., None]
@@ -120,6 +122,62 @@ def test_a_registration_waits_out_what_is_over_in_a_moment(
         storage.close()
 
 
+@pytest.mark.parametrize(("mended", "ended"), [(4, 1000), (1000, 1000), (1000, 2)])
+def test_a_registration_waits_out_a_file_system_that_fails(
+    directory: JobDirectory, spoil: Close, monkeypatch: pytest.MonkeyPatch, mended: int, ended: int
+) -> None:
+    """For about twenty seconds, or until the agent ends: one stale handle, or one error of a disk, ended it for good.
+
+    Args:
+        mended: the look that finds it mended.
+        ended: the pause in which the agent ends.
+    """
+    new = put(directory.run("run-0001"), "step-1.e1.1")
+    spoil(new.name)
+    looks, survey = list[int](), directory.survey
+
+    def surveys() -> Survey:
+        looks.append(1)
+        if len(looks) == 1:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(directory.runs))
+        if len(looks) == mended:
+            spoil()
+        return survey()
+
+    monkeypatch.setattr(directory, "survey", surveys)
+    storage, pauses = Storage(directory), Pauses(ended)
+    storage._closing = pauses  # type: ignore[assignment]
+    said: queue.SimpleQueue[Survey | str] = queue.SimpleQueue()
+    storage.survey(said.put, said.put)
+    seen = said.get(timeout=30)
+    storage.close()
+    if mended == 4:
+        assert isinstance(seen, Survey), seen
+        assert told(seen) == {new.name}
+        assert pauses.seconds == [1.0, 3.0, 6.0]
+    else:
+        assert isinstance(seen, str)
+        assert "the file system does not let it be read (Input/output error)" in seen
+        assert pauses.seconds == [1.0, 3.0, 6.0, 10.0][:ended]
+
+
+def test_who_owns_the_directory_is_looked_at_once(directory: JobDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody changes that in a moment."""
+    looks = []
+
+    def surveys() -> Survey:
+        looks.append(1)
+        raise NotPrivateError("it belongs to user 1")
+
+    monkeypatch.setattr(directory, "survey", surveys)
+    storage = Storage(directory)
+    said: queue.SimpleQueue[Survey | str] = queue.SimpleQueue()
+    storage.survey(said.put, said.put)
+    assert said.get(timeout=30) == "the checkpoint directory cannot be read: it belongs to user 1"
+    storage.close()
+    assert len(looks) == 1
+
+
 def test_a_registration_looks_no_more_once_the_agent_ends(
     directory: JobDirectory, close: Close, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,21 +225,102 @@ def test_a_join_tells_nothing_without_what_may_be_the_newest(directory: JobDirec
     assert told(another(directory).look("run-0001", late_ref, None)) == {late.name}
 
 
-def test_a_file_system_that_fails_is_another_matter(directory: JobDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bad sector below one manifest ends no run: nobody could make it be read again."""
-    run = directory.run("run-0001")
-    old, new = put(run, "step-1.e1.1"), put(run, "step-2.e1.1")
+@pytest.fixture
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Close:
+    """Lets nobody read the manifests of these names, as on a bad sector; of no names: all again."""
+    spoiled: set[str] = set()
     read = Manifest.read.__func__  # type: ignore[attr-defined]
 
     def failing(cls: type[Manifest], path: Path) -> Manifest:
-        if path.name == new.name:
+        if path.name in spoiled:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         manifest: Manifest = read(cls, path)
         return manifest
 
+    def spoil(*names: str) -> None:
+        spoiled.clear()
+        spoiled.update(names)
+
     monkeypatch.setattr(Manifest, "read", classmethod(failing))
-    assert told(directory.survey()) == {old.name}
+    return spoil
+
+
+def test_a_file_system_that_fails_lets_no_run_go_back(directory: JobDirectory, spoil: Close) -> None:
+    """A master that has lost its record would, and give an epoch twice. To rename a checkpoint nobody has to read it.
+
+    A Join goes on: the record says where the run stands.
+    """
+    run = directory.run("run-0001")
+    old, new = put(run, "step-1.e1.1"), put(run, "step-2.e1.1")
+    spoil(new.name)
+    aside = run / f"aside-{new.name}"
+    with pytest.raises(UnreadableError) as refused:
+        directory.survey()
+    assert str(refused.value) == (
+        f"{new.name} is there, and may be the newest checkpoint, but the file system does not let it be read"
+        " (Input/output error). The run does not go on without it: mend the mount or disk, or, to go back without it:"
+        f" `mv {run / new.name} {aside}`; another --job-id begins anew"
+    )
     assert told(directory.look("run-0001", new.to_proto().ref, None)) == {old.name}
+    (run / new.name).rename(aside)
+    assert told(directory.survey()) == {old.name}
+    # An older one lacks nobody.
+    aside.rename(run / new.name)
+    spoil(old.name)
+    assert told(another(directory).survey()) == {new.name}
+
+
+def test_a_run_that_cannot_be_looked_at_is_not_passed_over(
+    directory: JobDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is a directory, and whether it is finished: a stale handle said "no" to both."""
+    old, new = put(directory.run("run-0001"), "step-1.e1.1"), put(directory.run("run-0002"), "step-1.e2.1")
+    stale: set[Path] = set()
+    stat = os.stat
+
+    def stat_of(path: Path, *rest: object, **more: object) -> os.stat_result:
+        if path in stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "stat", stat_of)
+    for path in (directory.run("run-0002"), directory.run("run-0002") / "FINISHED.json"):
+        stale.add(path)
+        with pytest.raises(OSError, match="Stale file handle"):
+            directory.survey()
+        stale.clear()
+    # Behind a newer run it matters to nobody.
+    for path in (directory.run("run-0001"), directory.run("run-0001") / "FINISHED.json"):
+        stale.add(path)
+        assert told(directory.survey()) == {new.name}
+        stale.clear()
+    assert told(directory.survey()) == {old.name, new.name}
+
+
+def test_a_join_waits_for_what_may_be_newer_and_passes_it_over(directory: JobDirectory, spoil: Close) -> None:
+    """While the file system fails: it may work again in a moment. Then a line says what the run goes on without."""
+    run = directory.run("run-0001")
+    resume, late = put(run, "step-2.e1.1"), put(run, "step-3.e1.1")
+    spoil(late.name)
+    said: list[str] = []
+    directory.complaint.say = lambda text, warning: said.append(text)
+    storage = Storage(directory)
+    seen: queue.SimpleQueue[Survey] = queue.SimpleQueue()
+    try:
+        for patient in (False, True):
+            storage.look("run-0001", resume.to_proto().ref, patient, seen.put, seconds=0.5)
+            assert told(seen.get(timeout=30)) == {resume.name}
+        assert said == [
+            f"{late.name} may have been saved last, but the file system does not let it be read (Input/output error):"
+            " the run goes on without it"
+        ]
+        storage.look("run-0001", resume.to_proto().ref, False, seen.put, seconds=60.0)
+        with pytest.raises(queue.Empty):
+            seen.get(timeout=1.0)
+        spoil()
+        assert told(seen.get(timeout=30)) == {resume.name, late.name}
+    finally:
+        storage.close()
 
 
 def test_the_console_says_why_and_a_look_goes_on(

@@ -30,7 +30,6 @@ from dalsegno.elastic.checkpoint import (
     Shape,
     describe,
     files,
-    finished_runs,
     inspect,
     inventory,
     read_sealed,
@@ -315,7 +314,6 @@ def test_store_names_prunes_and_marks(tmp_path: Path) -> None:
     assert not (store.run_dir / first.name).exists()
     store.mark_finished(6, newer)
     assert store.finished
-    assert finished_runs(tmp_path) == ["run-0001"]
 
 
 def test_nodes_that_write_one_note_at_once_do_not_disturb_each_other(
