@@ -10,7 +10,7 @@ from .errors import CheckpointDamaged, Damage
 from .layout import MANIFEST, is_checkpoint_name
 from .manifest import Manifest
 from .marks import marked
-from .reading import NotRegular, size_of_regular
+from .reading import NotRegular, is_directory, size_of_regular
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Unsealed:
         name, reason: For a person.
         damaged: It has been sealed once: it has the mark, or something else stands in place of its manifest, or its
             files are not those of the manifest.
-        unreadable: It is a directory that the file system does not let us read. That says nothing about the
-            checkpoint.
+        unreadable: The file system does not let us read it, and it is, or may be, a directory. That says nothing about
+            the checkpoint.
     """
 
     name: str
@@ -66,7 +66,7 @@ def inspect(run_dir: Path, *, check_sizes: bool = True) -> Inventory:
             unsealed.append(Unsealed(name, str(error), damaged))
         except OSError as error:
             # Each entry is judged by itself: a bad one does not hide the others.
-            unsealed.append(Unsealed(name, str(error), unreadable=os.path.isdir(run_dir / name)))
+            unsealed.append(Unsealed(name, str(error), unreadable=_may_be_directory(run_dir / name)))
         else:
             sealed.append(manifest)
     sealed.sort(key=_order)
@@ -76,6 +76,13 @@ def inspect(run_dir: Path, *, check_sizes: bool = True) -> Inventory:
 def inventory(run_dir: Path, *, check_sizes: bool = True) -> list[Manifest]:
     """The sealed checkpoints in ``run_dir``, oldest first. See ``inspect``."""
     return list(inspect(run_dir, check_sizes=check_sizes).sealed)
+
+
+def _may_be_directory(path: Path) -> bool:
+    try:
+        return is_directory(path)
+    except OSError:
+        return True  # a stale handle, or a disk's error, says nothing of what is there
 
 
 def _check_sizes(directory: Path, manifest: Manifest) -> None:

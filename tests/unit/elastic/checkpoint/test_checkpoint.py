@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -365,6 +367,32 @@ def test_local_lock_is_exclusive_and_dies_with_its_process(tmp_path: Path) -> No
     holder.communicate(timeout=10)
     with LocalLock(tmp_path):
         pass
+
+
+def test_what_may_be_a_directory_is_not_called_unsealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handle that is stale: a training without a master went back to the one before, without a line."""
+    old, new = write(tmp_path, "step-1.e1.1"), write(tmp_path, "step-2.e1.1")
+    read, stat = Manifest.read.__func__, os.stat  # type: ignore[attr-defined]
+
+    def stale(path: Path) -> None:
+        if tmp_path / new.name in (path, path.parent):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    def reading(cls: type[Manifest], path: Path) -> Manifest:
+        stale(path)
+        manifest: Manifest = read(cls, path)
+        return manifest
+
+    def looking(path: Path, **more: Any) -> os.stat_result:
+        if isinstance(path, Path):
+            stale(path)
+        return stat(path, **more)
+
+    monkeypatch.setattr(Manifest, "read", classmethod(reading))
+    monkeypatch.setattr(os, "stat", looking)
+    seen = inspect(tmp_path)
+    assert [one.name for one in seen.sealed] == [old.name]
+    assert [(one.name, one.unreadable) for one in seen.unsealed] == [(new.name, True)]
 
 
 def test_a_forked_process_closes_no_strangers_file(tmp_path: Path) -> None:
