@@ -47,7 +47,7 @@ class LocalLock:
 
         Raises:
             DirectoryInUse: Another process holds it.
-            OSError: The lock file cannot be made.
+            OSError: The lock file cannot be made, or the file system has no locks.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -58,6 +58,13 @@ class LocalLock:
             raise DirectoryInUse(
                 f"{self._path.parent} is in use by another training; stop it, or give another checkpoint directory"
             ) from error
+        except OSError as error:
+            os.close(descriptor)
+            what = (
+                f"it cannot be locked ({error.strerror or error}), and without a lock two trainings could write here:"
+                " mount it with file locks, or give a checkpoint directory on another file system"
+            )
+            raise OSError(error.errno, what, str(self._path.parent)) from error
         self._file, self._descriptor = os.fstat(descriptor), descriptor
 
     def release(self) -> None:

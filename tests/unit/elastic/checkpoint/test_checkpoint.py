@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -367,6 +368,25 @@ def test_local_lock_is_exclusive_and_dies_with_its_process(tmp_path: Path) -> No
     holder.communicate(timeout=10)
     with LocalLock(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_mount_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Lustre without `flock`, NFSv3 without its lock server: "Function not implemented" of nothing named."""
+
+    def none(descriptor: int, operation: int) -> None:
+        opened.append(descriptor)
+        raise OSError(code, os.strerror(code))
+
+    opened: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(OSError, match="mount it with file locks, or give a checkpoint directory on another") as refused:
+        LocalLock(tmp_path).acquire()
+    assert refused.value.errno == code
+    assert f"it cannot be locked ({os.strerror(code)})" in str(refused.value)
+    assert str(refused.value).endswith(f": '{tmp_path}'")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
 
 
 def test_what_may_be_a_directory_is_not_called_unsealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
