@@ -186,17 +186,19 @@ def adopt(
 
 def _take(root: Path, files: tuple[FileState, ...], target: Path, below: str, before: Before | None) -> None:
     """Copies files. All are first linked, in a moment, so that the script may delete them meanwhile."""
-    mine: list[tuple[FileState, Path]] = []
+    mine: list[tuple[FileState, Path, bool]] = []
     for file in files:
         link = target / _inside(file.name, below)
-        if before is None or before.files.get(file.name) != file or not _reuse(before, file.name, link):
-            place_file(root / file.name, link)
-            mine.append((file, link))
+        if before is not None and before.files.get(file.name) == file and _reuse(before, file.name, link):
+            continue
+        if place_file(root / file.name, link):
+            # Some mounts (sshfs) count one name of every file: nobody can tell there that the script deleted its own.
+            mine.append((file, link, os.stat(link).st_nlink > 1))
     if state_of(root, [file.name for file in files]) != files:
         raise Changed
-    for number, (file, link) in enumerate(mine):
-        if os.stat(link).st_nlink == 1:
-            continue  # it is a copy already, or the script has deleted its own
+    for number, (file, link, counted) in enumerate(mine):
+        if counted and os.stat(link).st_nlink == 1:
+            continue  # the script has deleted its own
         copy = target / f".copy-{number}"
         copy_file(link, copy)
         now = os.stat(link)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -217,7 +218,9 @@ def write_exclusive(path: Path, data: bytes, *, lasting: bool = True) -> None:
             if lasting:
                 os.fsync(descriptor)
     except OSError:
-        os.unlink(path)
+        # What failed first is what a person has to know, also where the file cannot be removed.
+        with contextlib.suppress(OSError):
+            os.unlink(path)
         raise
 
 
@@ -237,8 +240,11 @@ def replace_file(path: Path, text: bytes, *, lasting: bool = True) -> None:
         fsync_directory(path.parent)
 
 
-def place_file(source: Path, target: Path) -> None:
+def place_file(source: Path, target: Path) -> bool:
     """Puts a finished file under a second name: a hard link, or a durable copy where links are not possible.
+
+    Returns:
+        Whether it is a link, so that a change of the one is a change of the other.
 
     Raises:
         FileExistsError: ``target`` is there already.
@@ -247,6 +253,7 @@ def place_file(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target, follow_symlinks=False)
+        return True
     except FileExistsError:
         raise
     except OSError:
@@ -255,6 +262,7 @@ def place_file(source: Path, target: Path) -> None:
             shutil.copyfileobj(reader, writer, 4 << 20)
             writer.flush()
             os.fsync(writer.fileno())
+        return False
 
 
 def copy_file(source: Path, target: Path) -> None:

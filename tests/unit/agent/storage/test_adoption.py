@@ -245,6 +245,27 @@ def test_what_is_written_over_where_it_lies_stays_as_it_was_sealed(
     taken.close()
 
 
+def test_a_mount_that_counts_no_names_has_copies_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sshfs has hard links, and says of every file that it has one name: links were taken for copies."""
+
+    class Uncounted:
+        def __init__(self, found: os.stat_result) -> None:
+            self._found = found
+
+        def __getattr__(self, name: str) -> object:
+            return 1 if name == "st_nlink" else getattr(self._found, name)
+
+    stat = os.stat
+    monkeypatch.setattr(taking.os, "stat", lambda path, **more: Uncounted(stat(path, **more)))
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    states(tmp_path / "e1" / "global_step40", *ZERO_1)
+    assert sealed_step(heard.get(timeout=20)) == 40
+    for name in ZERO_1:
+        (tmp_path / "e1" / "global_step40" / name).write_bytes(b"in place")
+    verify(tmp_path / "step-40.e1.1", Manifest.read(tmp_path / "step-40.e1.1"))
+    taken.close()
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_what_changes_while_it_is_copied_is_looked_at_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
