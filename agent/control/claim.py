@@ -224,7 +224,8 @@ class ClaimFile:
             # Not the error's text, which has a new file name with every attempt.
             raise OSError(error.errno, error.strerror or str(error), str(self.path)) from error
         finally:
-            aside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it hid what failed first
+                aside.unlink()
 
     def bump(self, before: Claim) -> Claim | None:
         """Moves the counter of a claim that still equals `before`; returns it. None: it does not, or is locked now.

@@ -41,8 +41,9 @@ class VolumeCheck:
         self._run_dir = run_dir
         self.lag = 0.0
         self._probe = run_dir.parent.parent / PRIVATE / run_dir.parent.name / "probe"
-        # Without a master of ours there is none.
-        self._was = self._read() if os.path.lexists(self._probe) else b""
+        self._was = b""
+        with contextlib.suppress(FileNotFoundError):  # without a master of ours there is none
+            self._was = read_private(self._probe)
 
     def check(self) -> None:
         """Raises OSError if it is another one now, or gone."""

@@ -142,6 +142,21 @@ def test_a_claim_that_cannot_be_written_names_one_file(tmp_path: Path, monkeypat
     assert str(tmp_path / "claim.json") in said.pop()
 
 
+def test_what_failed_first_is_told_of_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that the rest of it cannot be removed, on a mount that is away."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(Path, "unlink", fails)
+    with pytest.raises(OSError, match="quota"):
+        ClaimFile(tmp_path).write(CLAIM, threading.Event())
+
+
 def holding(directory: Path, name: str) -> contextlib.AbstractContextManager[object]:
     """Another process's lock."""
     free = Machine().lock(directory / name)

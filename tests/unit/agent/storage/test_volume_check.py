@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -40,6 +42,22 @@ def test_a_volume_that_is_gone_is_told_from_one_that_is_there(tmp_path: Path) ->
 def test_without_a_probe_nothing_is_known(tmp_path: Path) -> None:
     """Nobody of ours has registered there."""
     VolumeCheck(tmp_path / "job" / "run-0001").check()
+
+
+def test_a_probe_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stale handle switched the check off for the whole epoch."""
+    job = JobDirectory(tmp_path, "job")
+    job.prepare()
+    job.probe()
+    code = errno.ESTALE
+
+    def stale(path: Path) -> bytes:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(os, "lstat", stale)
+    monkeypatch.setattr(module, "read_private", stale)
+    with pytest.raises(OSError, match="Stale file handle"):
+        VolumeCheck(job.run("run-0001"))
 
 
 @pytest.mark.slow

@@ -389,6 +389,21 @@ def test_a_mount_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         os.fstat(opened[0])
 
 
+def test_what_failed_first_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that the rest of it cannot be removed, on a mount that is away."""
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "unlink", fails)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_exclusive(tmp_path / "note", b"x")
+
+
 def test_what_may_be_a_directory_is_not_called_unsealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A handle that is stale: a training without a master went back to the one before, without a line."""
     old, new = write(tmp_path, "step-1.e1.1"), write(tmp_path, "step-2.e1.1")
