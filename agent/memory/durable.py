@@ -33,7 +33,7 @@ from dalsegno.elastic.checkpoint import (
 from dalsegno.elastic.checkpoint.durability import FileSystem, at_once, unwritten
 from dalsegno.elastic.checkpoint.files import BUFFER_BYTES, THREADS, checksum
 from dalsegno.elastic.checkpoint.marks import marked
-from dalsegno.elastic.checkpoint.reading import NotRegular, size_of_regular
+from dalsegno.elastic.checkpoint.reading import NotRegular, is_there, size_of_regular
 from dalsegno.elastic.checkpoint.spares import make_room, take_spare
 from dalsegno.elastic.checkpoint.summing import SummingWriter
 
@@ -198,8 +198,13 @@ def _size(path: Path) -> int | None:
 
 
 def _is_sealed(target: Path, manifest: Manifest) -> bool:
-    """Raises CheckpointDamaged: something else is sealed there, or not all of it is there."""
-    if not os.path.lexists(target / MANIFEST):
+    """Whether it is. What nobody can tell is no "no", or the files of what was sealed were written again.
+
+    Raises:
+        CheckpointDamaged: something else is sealed there, or not all of it is there.
+        OSError: the file system fails.
+    """
+    if not is_there(target / MANIFEST):
         return False
     verify_listing(target, read_sealed(target, manifest.digest))
     return True
@@ -207,7 +212,7 @@ def _is_sealed(target: Path, manifest: Manifest) -> bool:
 
 def _obstacle(target: Path) -> str:
     """Why nothing may be written there."""
-    if not os.path.lexists(target):
+    if not is_there(target):
         return ""
     if not stat.S_ISDIR(os.lstat(target).st_mode):
         return f"{target} is a link or a file: delete it"

@@ -30,7 +30,7 @@ from .foreign import COUNTED, NOTE_BYTES, FoundUnits, Unit, shown, survey
 from .layouts import Complete, FileState, complete, damaged, number_of_unit, state_of
 from .naming import is_log
 from .patience import LookPatience
-from .present import extent_of, files_of, size_of, states_of
+from .present import extent_of, files_of, may_be_there, size_of, states_of
 from .problems import problem_of
 from .slices import Behind, SaveSlice, choose, names_it
 from .slots import Slots
@@ -257,7 +257,7 @@ class Adopter:
             return self._consider(units, found) and self._calm
         except (FileNotFoundError, Changed):
             # The script deletes old ones during the look, or writes one again; or it has deleted all, for good.
-            self._undecided = self._vanished = self._coming = os.path.lexists(self._root)
+            self._undecided = self._vanished = self._coming = may_be_there(self._root)
         except OSError as error:
             self._complain(".", str(error))
             return False

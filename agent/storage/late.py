@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, is_checkpoint_name
+from dalsegno.elastic.checkpoint.reading import is_directory
 from dalsegno.protos import control_pb2
 
 from ..decisions import events as ev
@@ -51,7 +52,7 @@ def take_late(
         since: see `Late`.
     """
     root = save_directory(run_dir, world.epoch)
-    if not root.is_dir():
+    if not is_directory(root):
         return
     sealed = _newest_sealed(run_dir, world.epoch)
     step = world.resume.source.step if world.HasField("resume") else 0

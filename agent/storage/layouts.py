@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dalsegno.elastic.checkpoint.errors import CheckpointDamaged, Damage, printable
 from dalsegno.elastic.checkpoint.files import list_files
-from dalsegno.elastic.checkpoint.reading import read_regular
+from dalsegno.elastic.checkpoint.reading import read_regular, walk
 
 from .foreign import ACCELERATE, COUNTED, DEEPSPEED, DISTCP, FILES, NOTE_BYTES, TRANSFORMERS, Unit
 from .headers import is_archive, is_sound, number_in, was_ended
@@ -173,7 +173,7 @@ def _tree(root: Path, path: str) -> tuple[list[str], tuple[tuple[str, str], ...]
         links = _links(root, path)
     files = [
         os.path.relpath(os.path.join(where, name), root / path)
-        for where, _, names in os.walk(root / path)
+        for where, _, names in walk(root / path)
         for name in names
         if not os.path.islink(os.path.join(where, name))
     ]
@@ -183,7 +183,7 @@ def _tree(root: Path, path: str) -> tuple[list[str], tuple[tuple[str, str], ...]
 def _links(root: Path, path: str) -> tuple[tuple[str, str], ...]:
     """All links in a unit, if there is nothing else that is no file, and none leads out of it."""
     found = []
-    for where, directories, names in os.walk(root / path):
+    for where, directories, names in walk(root / path):
         for name in (*directories, *names):
             one = Path(where, name)
             if one.is_symlink():

@@ -7,10 +7,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from dalsegno.elastic.checkpoint.reading import is_there
+
 from .foreign import Unit
 from .layouts import FileState, state_of
 
-__all__ = ["extent_of", "files_of", "size_of", "states_of"]
+__all__ = ["extent_of", "files_of", "may_be_there", "size_of", "states_of"]
 
 
 def size_of(path: Path) -> int:
@@ -19,6 +21,14 @@ def size_of(path: Path) -> int:
         return os.stat(path, follow_symlinks=False).st_size
     except FileNotFoundError:
         return 0
+
+
+def may_be_there(path: Path) -> bool:
+    """Whether something is there, for all that anybody can tell."""
+    try:
+        return is_there(path)
+    except OSError:
+        return True
 
 
 def extent_of(root: Path, unit: Unit) -> tuple[int, int]:

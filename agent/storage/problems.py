@@ -8,6 +8,8 @@ from pathlib import Path
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Damage
 from dalsegno.elastic.checkpoint.errors import is_full, printable
 
+from .present import may_be_there
+
 __all__ = ["is_gone", "problem_of"]
 
 
@@ -26,4 +28,4 @@ def problem_of(error: Exception) -> str:
 def is_gone(path: Path, error: Exception) -> bool:
     """Whether a checkpoint cannot be read because nothing of it is there, in a run that is."""
     missing = isinstance(error, CheckpointDamaged) and isinstance(error.__cause__, FileNotFoundError)
-    return missing and os.path.isdir(path.parent) and not os.path.lexists(path)
+    return missing and os.path.isdir(path.parent) and not may_be_there(path)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint.layout import MANIFEST
+from dalsegno.elastic.checkpoint.reading import walk
 
 from .foreign import OURS
 
@@ -36,11 +37,7 @@ def strays(directory: Path, listed: Iterable[str]) -> list[str]:
     """
     known = {MANIFEST, *listed}
     found = []
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for where, folders, names in os.walk(directory, onerror=fail):
+    for where, folders, names in walk(directory):
         links = [name for name in folders if os.path.islink(os.path.join(where, name))]
         paths = (os.path.relpath(os.path.join(where, name), directory) for name in (*names, *links))
         found += [path for path in paths if path not in known]

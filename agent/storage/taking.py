@@ -6,6 +6,7 @@ files in place.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,7 @@ from dalsegno.elastic.checkpoint import (
 )
 from dalsegno.elastic.checkpoint.files import copy_file, place_file
 from dalsegno.elastic.checkpoint.layout import MANIFEST
+from dalsegno.elastic.checkpoint.reading import is_there
 from dalsegno.protos import control_pb2
 
 from .layouts import Complete, FileState, state_of
@@ -105,7 +107,7 @@ def is_taken(run_dir: Path, step: int, epoch: int) -> bool | None:
     """
     names = [CheckpointName.parse(name) for name in os.listdir(run_dir) if is_checkpoint_name(name)]
     same = [str(one) for one in names if (one.step, one.epoch, one.lease) == (step, epoch, None)]
-    return any(os.path.lexists(run_dir / name / MANIFEST) for name in same) if same else None
+    return any(is_there(run_dir / name / MANIFEST) for name in same) if same else None
 
 
 def sealed_as(run_dir: Path, step: int, epoch: int) -> Manifest | None:
@@ -177,9 +179,11 @@ def adopt(
         volume.check()
         seal(target, manifest)
     except BaseException:
-        # Removed, because it would take room until the epoch is over, and the next try makes another one.
-        if not os.path.lexists(target / MANIFEST):
-            shutil.rmtree(target, ignore_errors=True)
+        # Removed, because it would take room until the epoch is over, and the next try makes another one. Not if nobody
+        # can tell whether it is sealed, which others would go on from.
+        with contextlib.suppress(OSError):
+            if not is_there(target / MANIFEST):
+                shutil.rmtree(target, ignore_errors=True)
         raise
     return manifest
 

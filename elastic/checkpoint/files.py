@@ -22,7 +22,7 @@ from .errors import CheckpointDamaged, Damage
 from .layout import MANIFEST
 from .manifest import FileEntry
 from .pool import Pool
-from .reading import NotRegular, open_regular
+from .reading import NotRegular, open_regular, walk
 
 BUFFER_BYTES = 4 << 20
 THREADS = 4
@@ -186,7 +186,7 @@ def fsync_tree(directory: Path) -> None:
     One call makes all of them durable if that is possible. That call also reports earlier failures: a file system that
     could not record a name takes no further names, and so no manifest.
     """
-    names = [Path(current) for current, _, _ in os.walk(directory)]
+    names = [Path(current) for current, _, _ in walk(directory)]
     with FileSystem(directory) as system:
         if system.tells and at_once(len(names), unwritten()):
             system.sync()

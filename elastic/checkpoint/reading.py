@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 # Errors that say that nothing is there: no entry, or a file or a link to itself on the way.
@@ -52,6 +53,19 @@ def is_there(path: Path) -> bool:
             raise
         return False
     return True
+
+
+def walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """`os.walk`, which takes a directory that cannot be listed for an empty one, without that.
+
+    Raises:
+        OSError: One cannot be listed.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    return os.walk(top, onerror=fail)
 
 
 def _mode(path: Path) -> int:

@@ -10,7 +10,7 @@ from .files import THREADS, checksum, list_files
 from .layout import BESIDES
 from .manifest import FileEntry, Manifest
 from .pool import Pool
-from .reading import NotRegular, size_of_regular
+from .reading import NotRegular, is_directory, size_of_regular
 
 # What a thread reads without asking for more: the threads share the work even where there are few files.
 TOGETHER_BYTES, TOGETHER_FILES = 4 << 20, 64
@@ -50,7 +50,7 @@ def verify_listing(directory: Path, manifest: Manifest, paths: Collection[str] |
         there = set(list_files(directory)) if manifest.saved_as is None else None
     except FileNotFoundError as error:
         raise CheckpointDamaged(directory, ".", Damage.MISSING_FILE, "the directory is gone") from error
-    if there is None and not directory.is_dir():
+    if there is None and not is_directory(directory):
         raise CheckpointDamaged(directory, ".", Damage.MISSING_FILE, "the directory is gone")
     for entry in manifest.files:
         if there is not None and entry.path not in there:

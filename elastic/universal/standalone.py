@@ -17,6 +17,7 @@ from pathlib import Path
 from ..checkpoint import MANIFEST, UNIVERSAL, CheckpointDamaged, CheckpointName, FileEntry, Manifest, is_checkpoint_name
 from ..checkpoint.files import checksums, fsync_tree, list_files, replace_file, write_exclusive
 from ..checkpoint.layout import JOURNAL
+from ..checkpoint.reading import is_there
 from .conversion import Watch, Wish, engine_part, produce, seal_form, typed_failures, verified
 from .errors import EnvironmentFailed, SourceBad
 from .journal import ForeignJournal, Journal, keep_finished
@@ -55,10 +56,10 @@ def convert_directory(
     with typed_failures(), contextlib.ExitStack() as held:
         if not source.is_dir():
             raise EnvironmentFailed(f"{source} is no directory")
-        if not (source / MANIFEST).exists():
+        if not is_there(source / MANIFEST):
             source = engine_directory(source)
         held.enter_context(reading(source))
-        manifest = verified(source, None, watch.moved) if (source / MANIFEST).exists() else None
+        manifest = verified(source, None, watch.moved) if is_there(source / MANIFEST) else None
         entries = {entry.path: entry for entry in manifest.files} if manifest else _model_files(source, wish, watch)
         name = _made_from(source, manifest, wish)
         if _is_complete(target, name):
@@ -143,7 +144,7 @@ def _source_of(target: Path) -> str | None:
     try:
         return str(json.loads((target / COMPLETE).read_bytes())["source"])
     except (FileNotFoundError, NotADirectoryError):
-        if not (target / MANIFEST).exists():
+        if not is_there(target / MANIFEST):
             return None
         sealed = Manifest.read(target)
         return sealed.source.digest if sealed.source is not None else ""
