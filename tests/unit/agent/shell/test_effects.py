@@ -17,6 +17,7 @@ from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.shell.config import AgentConfig
 from dalsegno.agent.shell.effects import Effects
 from dalsegno.agent.shell.mailbox import Mailbox
+from dalsegno.agent.storage import survey
 from dalsegno.agent.storage.job_directory import JobDirectory, Survey
 from dalsegno.protos import control_pb2
 from tests.support.checkpoints.memory import RUN, manifest_of, nodes
@@ -116,6 +117,7 @@ def test_who_cannot_register_says_so(
 
     monkeypatch.setattr("dalsegno.agent.shell.effects.own_process", fails)
     if not read:
+        monkeypatch.setattr(survey, "_FAILING_PAUSES_SECONDS", (0.01,))
         monkeypatch.setattr(JobDirectory, "survey", lambda directory: fails())
     assert effects.perform(ev.Register(previous, "me"))
     event = mailbox.get(10.0)
