@@ -20,7 +20,7 @@ from . import checkpoints
 from .holders import able, has_holder, holders, is_there, is_whole, suffices, unaccounted, who_looks
 from .live import HeldStep, SharedLine, State, Unwritten
 from .membership import in_rank_order
-from .memory import is_candidate
+from .memory import is_candidate, is_due
 from .remarks import MOST_LINES, TOGETHER_SECONDS
 from .state import Checkpoint, Job, MemberState, Node, Phase
 from .turn import Turn, names
@@ -154,13 +154,6 @@ def is_wanted(state: State, step: HeldStep) -> bool:
         return is_due(job, step) or is_candidate(job, step)
     waits = job.phase is Phase.WAITING or job.ending is not None
     return waits and is_candidate(job, step)
-
-
-def is_due(job: Job, step: HeldStep) -> bool:
-    """The ranks of the last world want it on the disk, and neither it nor anything newer is there."""
-    record = step.record
-    newer = record.epoch == job.epoch and record.step > job.checkpoints.last_step(job.epoch)
-    return step.wanted and newer and job.checkpoint(record.digest) is None
 
 
 def owed(state: State) -> HeldStep | None:

@@ -30,6 +30,7 @@ __all__ = (
     "doubt",
     "give_up",
     "is_candidate",
+    "is_due",
     "is_gone",
     "is_held",
     "lacks_parts",
@@ -225,12 +226,16 @@ def nodes_of(job: Job, epoch: int) -> int:
 
 
 def forget_old(turn: Turn) -> None:
-    """Keeps the newest steps, what is recorded, on its way to the disk or to buddies, and what may be the best."""
+    """Keeps the newest steps, what is recorded, on its way to the disk or to buddies, and what may be the best.
+
+    And the newest step that waits for the disk, as nodes do: any number of others may come before its turn.
+    """
     job, held = turn.job, turn.live.held
     head = job.checkpoints.head
+    waits = (step.record.digest for step in held.newest_first() if is_due(job, step))
     own = (step for step in held.newest_first() if step.wanted and step.record.best == step.record.name)
     candidates = {next((step.record.name for step in own), ""), "" if head is None else head.candidate}
-    digests = {held.writing, *replication.kept(held.replicas)}
+    digests = {held.writing, next(waits, ""), *replication.kept(held.replicas)}
     for step in held.newest_first()[MOST_STEPS:]:
         record = step.record
         if job.checkpoint(record.digest) is None and record.digest not in digests and record.name not in candidates:
@@ -253,6 +258,13 @@ def is_candidate(job: Job, step: HeldStep) -> bool:
     if record.epoch != job.epoch and (head is None or head.candidate != record.name):
         return False
     return not any(known.best == known.name and known.age > record.age for known in job.checkpoints.usable)
+
+
+def is_due(job: Job, step: HeldStep) -> bool:
+    """The ranks of the last world want it on the disk, and neither it nor anything newer is there."""
+    record = step.record
+    newer = record.epoch == job.epoch and record.step > job.checkpoints.last_step(job.epoch)
+    return step.wanted and newer and job.checkpoint(record.digest) is None
 
 
 def newest_held(state: State) -> HeldStep | None:

@@ -13,6 +13,7 @@ import pytest
 from dalsegno.agent.memory.durable import what_it_says
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
 from dalsegno.master.brain.events import StreamOpened
+from dalsegno.master.brain.memory import MOST_STEPS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
 from tests.support.jobs.masters import Driven, Node
@@ -116,6 +117,34 @@ def test_what_is_being_written_is_known_however_many_come_after_it() -> None:
     for node in (*nodes, nodes[0]):
         node.durable()
     assert steps(job) == [1]
+
+
+def kept_in_memory(job: Driven, nodes: list[Node], first: int, count: int) -> None:
+    """So many steps that nobody wants on the disk."""
+    for step in range(first, first + count):
+        made = in_memory(job, step)
+        for rank, node in enumerate(nodes):
+            node.holds(made, rank, (rank - 1) % len(nodes))
+
+
+@pytest.mark.parametrize("waiting", [(200,), (200, 300)])
+def test_what_waits_for_the_disk_is_known_however_many_come_after_it(waiting: tuple[int, ...]) -> None:
+    """The disk takes longer than many steps that stay in memory. Of two that wait the newer one comes."""
+    job, nodes = started(2)
+    nodes[0].step(12)
+    wanted(job, nodes, 100)
+    nodes[0].durable()
+    for step in waiting:
+        wanted(job, nodes, step)
+        kept_in_memory(job, nodes, step + 1, 9)
+    for node in (nodes[1], nodes[0]):
+        node.durable()
+    assert steps(job) == [100]
+    written(job, nodes, waiting[-1])
+    kept_in_memory(job, nodes, 400, 9)
+    assert orders(nodes) == [NOTHING] * 2
+    known = sorted(step.record.step for step in job.state.live.held.steps.values())
+    assert known[:-MOST_STEPS] == [100, waiting[-1]], "nothing else that is old is remembered"
 
 
 def test_a_full_disk_is_not_said_of_all_steps() -> None:
