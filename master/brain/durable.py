@@ -20,7 +20,7 @@ from . import checkpoints
 from .holders import able, has_holder, holders, is_there, is_whole, suffices, unaccounted, who_looks
 from .live import HeldStep, SharedLine, State, Unwritten
 from .membership import in_rank_order
-from .memory import is_candidate, is_due
+from .memory import is_candidate, is_due, is_gone
 from .remarks import MOST_LINES, TOGETHER_SECONDS
 from .state import Checkpoint, Job, MemberState, Node, Phase
 from .turn import Turn, names
@@ -107,6 +107,7 @@ def tend(turn: Turn) -> None:
     held = turn.live.held
     for said in [said for said, line in held.unwritten.items() if turn.due(line.until)]:
         say_unwritten(turn, held.unwritten.pop(said).nodes, *said)
+    note_what_is_gone(turn)
     choose_who_writes(turn)
     for step in held.steps.values():
         forget_written(turn, step)
@@ -128,6 +129,25 @@ def tend(turn: Turn) -> None:
     held.writing = chosen.record.digest if chosen is not None else ""
 
 
+def note_what_is_gone(turn: Turn) -> None:
+    """Of what is recorded, and in memory alone, a part may be nowhere any more while a world trains.
+
+    What is saved since does not wait for that. Between two worlds the run goes back instead: `memory.lost`.
+    """
+    job, held = turn.job, turn.live.held
+    if not job.phase.has_workers:
+        return
+    for record in job.checkpoints.in_memory:
+        if record.digest not in held.steps and record is not job.checkpoints.head:
+            continue
+        step = held.step(record)
+        before, step.gone = step.gone, is_gone(turn, record)
+        if step.gone and not before:
+            turn.notice(
+                f"a part of {record.name} is in no memory any more, nor on the disk: newer steps go there", True
+            )
+
+
 def choose_who_writes(turn: Turn) -> None:
     """Of a step that nobody had to fetch as a whole each node writes what it has, unless that does not work.
 
@@ -147,8 +167,10 @@ def is_wanted(state: State, step: HeldStep) -> bool:
     While a world forms disks and cores have other work.
     """
     job = state.job
-    # What the run began from goes first.
-    if checkpoints.in_memory_alone(job) is not None:
+    # What the run began from goes first, if it can.
+    first = checkpoints.in_memory_alone(job)
+    known = state.live.held.steps.get(first.digest) if first is not None else None
+    if first is not None and (known is None or not known.gone):
         return False
     if job.phase.has_workers:
         return is_due(job, step) or is_candidate(job, step)
@@ -284,12 +306,10 @@ def writer(state: State) -> tuple[Checkpoint, Node] | None:
     """
     job, live = state.job, state.live
     # What universal files are owed of cannot wait for the newest.
-    record = checkpoints.owed(job)
-    if record is None or not record.parts:
-        record = job.checkpoints.head
-    if record is None or not record.parts:
-        record = recorded_best(job)
-    step = live.held.steps.get(record.digest) if record is not None and record.parts else None
+    recorded = (checkpoints.owed(job), job.checkpoints.head, recorded_best(job))
+    in_memory = (record for record in recorded if record is not None and record.parts)
+    known = ((record, step) for record in in_memory if (step := live.held.steps.get(record.digest)) is not None)
+    record, step = next((one for one in known if not one[1].gone), (None, None))
     if record is None or step is None:
         return None
     started = job.phase.has_workers and live.epoch.first_step_at is not None

@@ -204,6 +204,8 @@ class HeldStep:
     doubted: bool = False
     # Since when a part of it has had no holder, by the listening clock, if it is the resume point.
     missing_since: float | None = None
+    # It is so for good, as far as all nodes can say, while a world trains: nothing waits for it.
+    gone: bool = False
     # It must be on the disk before a world can open.
     urgent: bool = False
     # Nodes cannot fetch it from each other: each writes what it has.

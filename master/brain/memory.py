@@ -395,7 +395,7 @@ def is_sought(turn: Turn, step: HeldStep) -> bool:
 
 def found(step: HeldStep) -> None:
     """All of it is somewhere, as far as is known: nothing is looked for."""
-    step.missing_since, step.sought, step.sought_since = None, False, None
+    step.missing_since, step.gone, step.sought, step.sought_since = None, False, False, None
     step.looked.clear()
     step.absent &= step.sighted
 

@@ -309,6 +309,121 @@ def test_what_the_run_began_from_goes_first() -> None:
     assert orders(nodes[:1]) == [("step-12", [0], False)]
 
 
+def opened_from_memory(*, is_best: bool = False) -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """Of three nodes one is lost: the two that are left go on from step 10, which is nowhere but in their memories."""
+    job, nodes = started(3)
+    nodes[0].step(12)
+    made = in_memory(job, 10)
+    made.best = made.ref.name if is_best else ""
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, (rank - 1) % 3)
+    nodes[1].hang_up()
+    job.wait(1.5)
+    left = [nodes[0], nodes[2]]
+    for node in left:
+        node.holds(made, 0, 1, 2)
+    joins(job, *left, sees=made)
+    job.wait(1.5)
+    left[0].step(11)
+    assert orders(left) == [("step-10", [], False), NOTHING]
+    return job, left, made
+
+
+def time_passes(job: Driven, nodes: list[Node], seconds: float) -> None:
+    """The nodes train meanwhile, and look in vain for what they are to look for."""
+    for _ in range(round(seconds)):
+        job.wait(1)
+        step = job.state.live.epoch.top_step + 1
+        for node in nodes:
+            node.step(step)
+            if node.directive.make_durable.look:
+                node.durable(absent=True)
+    assert job.phase is Phase.RUNNING
+
+
+LOST = "a part of step-10.e1.1 is in no memory any more"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_the_run_began_from_is_not_waited_for_once_a_part_of_it_is_nowhere(restarted: bool) -> None:
+    """As where somebody has deleted it at all nodes: what is saved since comes to the disk instead."""
+    job, nodes, made = opened_from_memory()
+    for node in nodes:
+        node.holds(made, 0, 2)
+    wanted(job, nodes, 12)
+    nodes[0].durable("cannot be gathered: nobody has part 1")
+    assert orders(nodes) == [NOTHING, ("step-10", [], False)], "the other one may have it after all"
+    if restarted:
+        job.restart()
+        for rank, node in enumerate(nodes):
+            job.event(StreamOpened(node.name, node.incarnation))
+            node.holds(made, 0, 2)
+            node.holds(in_memory(job, 12), rank, 1 - rank, wanted=True)
+    time_passes(job, nodes, 12)
+    assert job.notices.count(LOST) == 1
+    written(job, nodes, 12)
+    assert (nodes[0].directive.head.step, nodes[0].directive.head.in_memory) == (12, False)
+    wanted(job, nodes, 13)
+    written(job, nodes, 13)
+    assert steps(job) == [12, 13]
+
+
+def test_what_is_lost_holds_nothing_up_where_the_disk_is_full_for_a_while() -> None:
+    job, nodes, made = opened_from_memory()
+    for node in nodes:
+        node.holds(made, 0, 2)
+    wanted(job, nodes, 12)
+    for _ in range(4):
+        time_passes(job, nodes, ASKED_AGAIN_SECONDS + 1)
+        for node in nodes:
+            if node.directive.make_durable.ref.name:
+                node.durable("no space left on device")
+    assert steps(job) == []
+    time_passes(job, nodes, ASKED_AGAIN_SECONDS + 1)
+    written(job, nodes, 12)
+
+
+def test_what_was_lost_and_is_there_again_is_written() -> None:
+    """A node that was not heard for a while has it, or it lies on the disk."""
+    job, nodes, made = opened_from_memory()
+    for node in nodes:
+        node.holds(made, 0, 2)
+    time_passes(job, nodes, 12)
+    assert job.notices.count(LOST) == 1
+    assert orders(nodes) == [NOTHING] * 2
+    nodes[1].holds(made, 0, 1, 2)
+    assert orders(nodes) == [NOTHING, ("step-10", [], False)]
+    nodes[1].durable()
+    assert steps(job) == [10]
+
+
+def test_a_part_that_is_nowhere_is_looked_for_on_the_disk_first() -> None:
+    job, nodes, made = opened_from_memory()
+    for node in nodes:
+        node.holds(made, 0, 2)
+    job.wait(4)
+    looks = [node for node in nodes if node.directive.make_durable.look]
+    assert [list(node.directive.make_durable.write) for node in looks] == [[1]]
+    looks[0].durable()
+    assert LOST not in job.notices
+    assert ("step-10", [0, 2], False) in orders(nodes)
+
+
+def test_the_best_that_is_lost_holds_nothing_up_either() -> None:
+    """The run went on from it, and has a newer commit since, which calls it the best."""
+    job, nodes, made = opened_from_memory(is_best=True)
+    newer = job.seal(12, any_size=True)
+    newer.best = made.ref.name
+    job.call(pb.CommitRequest(caller=nodes[0].caller(), checkpoint=newer))
+    for node in nodes:
+        node.holds(made, 0, 2)
+    wanted(job, nodes, 13)
+    assert orders(nodes) == [("step-10", [], False), NOTHING]
+    time_passes(job, nodes, 12)
+    assert job.notices.count(LOST) == 1
+    written(job, nodes, 13)
+
+
 def best(job: Driven, nodes: list[Node], step: int) -> pb.Checkpoint:
     """As `wanted`, and the best so far when it was saved."""
     made = in_memory(job, step, any_size=True)
