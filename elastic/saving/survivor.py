@@ -27,7 +27,8 @@ from ..rank.identity import Identity
 from ..rank.link import Link
 from ..rank.reports import Reports
 from .content import Content
-from .writing import SummedFile, save
+from .tiers import Memory
+from .writing import Summed, SummedFile, save
 
 
 class Survivor:
@@ -90,19 +91,24 @@ class Survivor:
             stays: This process then leaves its world, and waits for a place in the next one.
 
         Raises:
-            OSError: There is no room.
+            OSError: There is no room, of --memory-budget or of the machine's or container's memory either.
         """
         identity, link, began = self._identity, self._link, time.monotonic()
         assert identity.memory_dir is not None
         assert link is not None
-        path = CheckpointStore(identity.memory_dir).path(self.name_of(content.step))
+        # This process has written none of which it would know how much room that takes.
+        tier = Memory(CheckpointStore(identity.memory_dir), identity, alone=True)
+        path = tier.store.path(self.name_of(content.step))
         if stays or not self._is_whole(path):
             link.send(worker_pb2.ToAgent(keeping=worker_pb2.Keeping(step=content.step, stays=stays)))
         with _alone_in(path):
             if self._is_whole(path):
                 return None
             try:
-                manifest = self._write(path, content, {**files, rng.file_name(identity.rank): generators})
+                _empty(path)  # What a rank has left there that was killed.
+                tier.enter(path.name, create=False)
+                with Summed(tier.check_room):
+                    manifest = self._write(path, content, {**files, rng.file_name(identity.rank): generators})
             except BaseException:
                 with contextlib.suppress(OSError):
                     _empty(path)
@@ -118,7 +124,6 @@ class Survivor:
 
     def _write(self, path: Path, content: Content, files: Mapping[str, Any]) -> Manifest:
         identity, entries = self._identity, list[FileEntry]()
-        _empty(path)  # What a rank has left there that was killed.
         for file, value in sorted(files.items()):
             target = path / file
             target.parent.mkdir(parents=True, exist_ok=True)

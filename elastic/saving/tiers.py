@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dalsegno.protos import trace
 from dalsegno.protos.room import available_bytes, lacks_memory
@@ -114,13 +114,19 @@ class Disk:
 
 
 class Memory(Disk):
-    """This node's memory: a directory of its own for each checkpoint, see `checkpoint.parts`."""
+    """This node's memory: a directory of its own for each checkpoint, see `checkpoint.parts`.
+
+    Args:
+        store: In memory.
+        identity: Who saves.
+        alone: No other rank of the node has a part in it: this one leads, whichever it is.
+    """
 
     in_memory = True
 
-    def __init__(self, store: CheckpointStore, identity: Identity) -> None:
+    def __init__(self, store: CheckpointStore, identity: Identity, *, alone: bool = False) -> None:
         super().__init__(store, identity)
-        self.leads = identity.local_rank == 0
+        self.leads = alone or identity.local_rank == 0
         # What the last one took on this node.
         self._bytes = 0
 
@@ -142,28 +148,39 @@ class Memory(Disk):
     def check_room(self) -> None:
         # Of the first checkpoint of a process nobody knows how much it takes, until it is written. All ranks of the
         # node may be at it.
-        if problem := lacks_memory(AHEAD_BYTES * self.identity.local_world_size, available_bytes()):
+        problem = lacks_memory(AHEAD_BYTES * self.identity.local_world_size, available_bytes())
+        if not problem and self.leads and not self._bytes:
+            problem = self._without_spares(self._exceeds_budget)
+        if problem:
             raise OSError(errno.ENOSPC, problem, str(self.store.run_dir))
 
     def _check_all(self) -> None:
-        problem = self._lacks_room()
-        if problem:
-            clear_spares(self.store.run_dir)
-            problem = self._lacks_room()
-        if problem := problem or self._lacks_memory():
+        if problem := self._without_spares(self._lacks_room) or self._lacks_memory():
             raise OSError(errno.ENOSPC, problem, str(self.store.run_dir))
+
+    def _without_spares(self, lacks: Callable[[], str]) -> str:
+        """What is lacking also when the spares are gone, which go only if need be; empty: nothing."""
+        if not lacks():
+            return ""
+        clear_spares(self.store.run_dir)
+        return lacks()
 
     def _lacks_room(self) -> str:
         """Why another checkpoint as large as the last one has no room; empty: it has."""
         free, wanted = self._free(), self._bytes + SPARE_BYTES
         if free < wanted:
             return f"{free >> 20} MiB are free in memory, and a checkpoint takes {wanted >> 20} MiB on this node"
+        return self._exceeds_budget()
+
+    def _exceeds_budget(self) -> str:
+        """The same of --memory-budget alone. Of the first one only what is written already counts."""
         budget = self.identity.memory_budget
         if budget is None or (used := self._used()) + self._bytes <= budget:
             return ""
+        takes = f"a checkpoint takes {megabytes(self._bytes)} on this node" if self._bytes else "this one takes more"
         return (
-            f"{megabytes(used)} of the {megabytes(budget)} of --memory-budget are in use, and a checkpoint takes"
-            f" {megabytes(self._bytes)} on this node: a node holds two, and two of each node whose part it has"
+            f"{megabytes(used)} of the {megabytes(budget)} of --memory-budget are in use, and {takes}: a node holds"
+            " two, and two of each node whose part it has"
         )
 
     def _lacks_memory(self) -> str:

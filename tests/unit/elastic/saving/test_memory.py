@@ -337,6 +337,26 @@ def test_a_nodes_own_parts_are_within_its_budget(tmp_path: Path, fits: bool, cap
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+def test_the_first_save_of_a_process_is_within_the_budget(
+    tmp_path: Path, waits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """How much it takes is found while it is written; the next one is not begun."""
+    job = Job(tmp_path, 1)
+    job.budget = LARGE_BYTES // 2
+
+    def work(saver: Saver, group: Threads) -> Any:
+        first = save_large(saver, waits=waits, step=1)
+        found = "and this one takes more: a node holds two" in caplog.text
+        return first, found, save_large(saver, waits=waits, step=2), os.listdir(job.memory(0))
+
+    assert job.run(work) == [(None, True, None, [])]
+    job.budget = LARGE_BYTES + (1 << 20)
+    (saved,) = job.run(lambda saver, group: save_large(saver, waits=waits, step=3))
+    assert saved is not None
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [pytest.param(True, marks=pytest.mark.full), False], ids=["waiting", "background"])
 @pytest.mark.parametrize("at", ["a file", "the manifest", "the note"])
 def test_memory_that_ends_in_the_middle_fails_on_all_and_leaves_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import time
@@ -17,9 +18,11 @@ import torch
 from dalsegno.elastic.checkpoint import MANIFEST, CheckpointName, Position, Ref, verify
 from dalsegno.elastic.checkpoint.layout import FIRST_OF_SURVIVORS
 from dalsegno.elastic.checkpoint.parts import read_parts
+from dalsegno.elastic.checkpoint.spares import keep_spares
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.rank.reports import Reports
 from dalsegno.elastic.saving import survivor as survivor_module
+from dalsegno.elastic.saving import tiers, writing
 from dalsegno.elastic.saving.content import Content
 from dalsegno.elastic.saving.survivor import Survivor
 from tests.support.workers.fake_link import FakeLink
@@ -28,7 +31,7 @@ CONTENT = Content(7, Position(0, 112))
 FILES: dict[str, Any] = {"model.pt": {"weight": torch.ones(3)}, "deep/notes.txt": b"notes"}
 
 
-def survivor(directory: Path, rank: int = 2, local_rank: int = 0) -> tuple[Survivor, Any]:
+def survivor(directory: Path, rank: int = 2, local_rank: int = 0, budget: int | None = None) -> tuple[Survivor, Any]:
     identity = Identity(
         rank=rank,
         world_size=6,
@@ -40,6 +43,7 @@ def survivor(directory: Path, rank: int = 2, local_rank: int = 0) -> tuple[Survi
         group_rank=1,
         nodes=3,
         memory_dir=directory,
+        memory_budget=budget,
     )
     link: Any = FakeLink()
     return Survivor(identity, link, Ref("step-5.e3.1", "d" * 64), Reports(link)), link
@@ -120,6 +124,52 @@ def test_nothing_is_left_of_one_that_fails(tmp_path: Path) -> None:
         one.save(CONTENT, {**FILES, 300 * "x": b""}, b"")
     assert not os.listdir(tmp_path)
     assert not link.of("sealed")
+
+
+# What is written is looked at whenever it has grown by so much.
+GROWS_BYTES = 64 << 10
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+@pytest.mark.parametrize("lacks", ["budget", "memory"])
+def test_it_takes_no_more_than_memory_checkpoints_may(
+    tmp_path: Path, lacks: str, local_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a save of all ranks: the kernel would end the next world's workers, or the buddies' parts have no room."""
+    monkeypatch.setattr(writing, "AHEAD_BYTES", GROWS_BYTES)
+    directory = tmp_path / "run-0001"
+    directory.mkdir()
+    others = tmp_path / "of-another-run"
+    others.write_bytes(bytes(100_000))
+    files = {"model.pt": {"weight": torch.ones(1 << 20)}}
+    budget, most = 2_000_000, 100_000 + (4 << 20)
+    if lacks == "memory":
+        budget = 1 << 40
+        monkeypatch.setattr(tiers, "available_bytes", lambda: 0)
+    one, link = survivor(directory, 2 + local_rank, local_rank, budget)
+    with pytest.raises(OSError, match=r"--memory-budget") as refused:
+        one.save(CONTENT, files, b"")
+    assert refused.value.errno == errno.ENOSPC
+    assert not os.listdir(directory)
+    assert not link.of("sealed")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(writing, "AHEAD_BYTES", GROWS_BYTES)
+    one, _ = survivor(directory, 2 + local_rank, local_rank, most + GROWS_BYTES)
+    assert one.save(CONTENT, files, b"") is not None
+
+
+def test_spares_give_their_room_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "AHEAD_BYTES", GROWS_BYTES)
+    directory, old = tmp_path / "run-0001", tmp_path / "run-0001" / "step-1.e4.1"
+    old.mkdir(parents=True)
+    (old / "other.pt").write_bytes(bytes(1 << 20))
+    keep_spares(directory, old, ["other.pt"])
+    old.rmdir()
+    one, _ = survivor(directory, budget=(2 << 20) + GROWS_BYTES)
+    manifest = one.save(CONTENT, {"model.pt": bytes(2 << 20)}, b"")
+    assert manifest is not None
+    assert sorted(os.listdir(directory)) == [manifest.name, f"{manifest.name}.parts"]
 
 
 def test_the_agent_hears_with_each_progress_whether_it_may() -> None:
