@@ -223,6 +223,10 @@ class ElasticTrainer(SavingTrainer):
     def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         return self._run.loader
 
+    def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
+        """Samples of one optimizer step over all ranks, for the log: the Trainer's product counts micro-batches full."""
+        return self._run.plan.global_batch_size
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run.unfinished is not None:

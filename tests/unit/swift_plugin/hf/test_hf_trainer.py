@@ -1129,6 +1129,16 @@ def test_another_order_of_samples_is_refused(tmp_path: Path) -> None:
         make(tmp_path, max_steps=4, seed=4)
 
 
+@pytest.mark.parametrize("micro", [4, 16])
+def test_the_batch_that_is_told_of_is_the_plans(tmp_path: Path, micro: int) -> None:
+    """The log and the samples per second: not a number of whole micro-batches."""
+    trainer = make(tmp_path, micro=micro, max_steps=3)
+    assert trainer.get_total_train_batch_size(trainer.args) == BATCH
+    trainer.train()
+    end = trainer.state.log_history[-1]
+    assert end["train_samples_per_second"] / end["train_steps_per_second"] == pytest.approx(BATCH, rel=0.05)
+
+
 def test_one_node_saves_for_all(tmp_path: Path) -> None:
     """They have one directory."""
     assert not make(tmp_path, save_on_each_node=True).args.save_on_each_node
