@@ -32,7 +32,7 @@ from .naming import is_log
 from .patience import LookPatience
 from .present import extent_of, files_of, may_be_there, size_of, states_of
 from .problems import problem_of
-from .slices import Behind, SaveSlice, choose, names_it
+from .slices import Behind, SaveSlice, choose, names_it, newest_number
 from .slots import Slots
 from .strays import strays
 from .taking import Before, Changed, Late, Origin, adopt, is_taken, save_directory, sealed_as
@@ -319,9 +319,9 @@ class Adopter:
         """Whether a checkpoint that counts steps in its name has nothing new; if it began anew, that is said."""
         if unit.layout not in COUNTED or unit.number is None:
             return False
-        if unit.number < self._resumed_step:
+        if unit.number < newest_number(unit.series, self._resumed, self._resumed_step):
             self._complain(unit.path, _BEGAN_ANEW)
-        return unit.number <= self._step
+        return unit.number <= newest_number(unit.series, {**self._resumed, **self._numbers}, self._step)
 
     def _is_growing(self, found: FoundUnits) -> bool:
         """Whether the script was asked, and writes something newer than was taken."""

@@ -15,7 +15,7 @@ from .foreign import COUNTED, FILES, Unit
 from .layouts import Complete, FileState
 from .naming import goes_on_from
 
-__all__ = ["Behind", "SaveSlice", "choose", "names_it"]
+__all__ = ["Behind", "SaveSlice", "choose", "names_it", "newest_number"]
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,20 @@ def choose(
     every = {one.unit.series: one.unit.number for one in units}
     every |= {one.unit.series: found[one.unit.path] for one in units if one.unit.path in found}
     return SaveSlice(tuple(units), tuple(changed), step, newest, tuple(sorted(every.items())))
+
+
+def newest_number(series: str, numbers: Mapping[str, int | None], last: int) -> int:
+    """The number up to which names of a series have nothing new; -1: there is nothing that they could be behind.
+
+    Args:
+        series: its names count steps, or passes over the data, from 0 or from 1.
+        numbers: of each series that the run has. What has none there is taken to count the run's steps.
+        last: the last step of the run; 0: it has none.
+    """
+    number = numbers.get(series)
+    if number is not None:
+        return number
+    return last if last > 0 else -1
 
 
 def names_it(text: str, units: Iterable[Complete], directory: str) -> bool:

@@ -419,6 +419,28 @@ def test_a_script_that_began_anew_is_named(tmp_path: Path, monkeypatch: pytest.M
     taken.close()
 
 
+@pytest.mark.parametrize("tag", ["epoch_{}", "{}"])
+def test_tags_that_count_from_0_are_each_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+    """The first is step 1; behind a resume they go on, and one that is behind its number is named."""
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    for number in (0, 1):
+        states(tmp_path / "e1" / tag.format(number), *ZERO_1)
+        assert sealed_step(heard.get(timeout=20)) == number + 1
+    taken.close()
+    again = world(2, "step-2.e1.1")
+    again.resume.source.step = 2
+    taken, heard = begun(tmp_path, monkeypatch, again)
+    states(tmp_path / "e2" / tag.format(1), *ZERO_1)
+    states(tmp_path / "e2" / tag.format(0), *ZERO_1)
+    event = heard.get(timeout=20)
+    assert isinstance(event, ev.ManifestRead)
+    assert (event.name, "did not load" in event.message) == (tag.format(0), True)
+    for number in (2, 3):
+        states(tmp_path / "e2" / tag.format(number), *ZERO_1)
+        assert sealed_step(heard.get(timeout=20)) == number + 1
+    taken.close()
+
+
 @pytest.mark.slow
 def test_what_is_saved_last_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script ends in the moment after its last save; what it did not finish, or is taken already, holds nobody up."""
