@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from dalsegno.elastic import Batch, Batches, BatchPlan, ElasticSampler, Order, Position
 from dalsegno.elastic.checkpoint import Cut
@@ -167,7 +168,13 @@ def count_labels(inputs: Any, *, shifted: bool) -> int:
 
 
 def _shifts_labels(trainer: Any) -> bool:
-    return bool(getattr(trainer, "_loss_shifts_labels", True))
+    """Whether the model's loss predicts each label from earlier positions, by the rule of transformers 5.19.
+
+    Earlier versions do not say it of a Trainer, or say it of encoder-decoders too, whose labels all count.
+    """
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    shifts = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    return shifts and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
 def _shuffled(args: Any) -> bool:

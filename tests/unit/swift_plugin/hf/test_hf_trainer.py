@@ -21,9 +21,12 @@ from torch import Tensor
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertForTokenClassification,
     EarlyStoppingCallback,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -225,6 +228,50 @@ def test_a_mean_over_samples_is_the_same_however_it_is_cut(tmp_path: Path) -> No
         found = train(make(tmp_path / str(micro), micro=micro, model=model(), data=Classified(), learning_rate=0.0))
         losses = [line["loss"] for line in found if "loss" in line][:4]
         assert losses == pytest.approx(wanted, rel=1e-5), micro
+
+
+class First(Tokens):
+    """Of each sequence the first position alone counts, which a loss that shifts its labels leaves out."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = super().__getitem__(index)["input_ids"]
+        return {"input_ids": tokens, "labels": torch.cat([tokens[:1] % 3, torch.full((7,), -100)])}
+
+
+class Earlier(Trainer):  # type: ignore[misc]  # transformers is not typed
+    """As in versions that do not say whether a loss shifts its labels."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        del self._loss_shifts_labels
+
+
+class EarlierYet(Trainer):  # type: ignore[misc]  # transformers is not typed
+    """As in those that say it of encoder-decoders, too."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._loss_shifts_labels = True
+
+
+@pytest.mark.parametrize("base", [Earlier, EarlierYet])
+def test_labels_that_no_loss_shifts_all_count(tmp_path: Path, base: type[Any]) -> None:
+    """Whatever this version says of it: of such data nothing was trained, without a word."""
+    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(2)
+    if base is Earlier:
+        model: Any = BertForTokenClassification(BertConfig(**sizes, num_hidden_layers=1, num_labels=3))
+    else:
+        config = T5Config(vocab_size=16, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0)
+        config.decoder_start_token_id = 0
+        model = T5ForConditionalGeneration(config)
+    trainer = make(tmp_path, model=model, data=First(), base=base, max_steps=3)
+    found = train(trainer)
+    assert all(line["loss"] > 0 for line in found if "loss" in line)
+    batch = trainer.elastic_run.batch
+    assert batch is not None
+    assert batch.tokens == batch.n
 
 
 def test_a_loss_of_ones_own_is_a_mean_too(tmp_path: Path) -> None:
