@@ -127,7 +127,7 @@ class Batches(Generic[T]):
         maker = Maker(collate, self._seed, sampler.order.seed)
         self._make_loading = functools.partial(Loading, dataset, sampler, maker=maker, options=options)
         self._through: Callable[[Any], Iterator[MicroBatch[T]]] | None = None
-        self._said = self._said_uncomputed = self._said_epoch = False
+        self._said = self._said_uncomputed = self._said_epoch = self._said_empty = False
         self.go_on(plan, rank, resume)
 
     def go_on(self, plan: BatchPlan, rank: int, resume: Any) -> None:
@@ -414,6 +414,18 @@ class Batches(Generic[T]):
         batch.trained = True
         self._steps_done = batch.step
         self._sampler.seek(batch.position_after)
+        self._say_empty(batch)
+
+    def _say_empty(self, batch: Batch[T]) -> None:
+        """Warns once, on one rank, of a step that all ranks pass over: a loss of 0 looks like one that is learned."""
+        if self._rank or self._said_empty or self._count_tokens is None or batch.tokens:
+            return
+        self._said_empty = True
+        remark(
+            "step %d learns nothing: no token of its global batch counts, by its labels (-100 counts for none) or by "
+            "count_tokens; look at what the collate function makes of the samples",
+            batch.step,
+        )
 
     def _tokens(self, batch: Batch[T], parts: list[tuple[PlannedMicroBatch, T]]) -> list[int] | None:
         """Real tokens of each part; None without token means. Begins to sum those of all ranks. Collective."""

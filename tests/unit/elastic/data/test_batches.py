@@ -122,7 +122,7 @@ class Sums:
 
 
 def test_tokens_are_summed_behind_the_first_forward_pass() -> None:
-    """Begun with the step, waited for once, when the first loss is scaled; never for what counts for nothing."""
+    """Begun with the step, waited for once, when the first loss is scaled; or behind the step where none counts."""
     events: list[str] = []
     made = make(8, 2, 2, 0, count_tokens=lambda data: 3, reduce=Sums(events).sum)
     batch = next(iter(made))
@@ -137,7 +137,21 @@ def test_tokens_are_summed_behind_the_first_forward_pass() -> None:
     for part in next(iter(make(8, 2, 2, 0, count_tokens=lambda data: 0, reduce=Sums(events).sum))).micro_batches:
         assert part.silent
         assert float(part.scale(torch.tensor(math.nan))) == 0.0
-    assert events == ["begin 0"]
+    assert events == ["begin 0", "wait"]
+
+
+def test_a_step_in_which_no_token_counts_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """On one rank; where another rank has one it is no such step."""
+    for rank, total, wanted in ((1, 0, []), (0, 3, []), (0, 0, [1])):
+        made = make(8, 2, 2, rank, count_tokens=lambda data: 0, reduce=lambda value, total=total: total)
+        for batch in islice(made, 2):
+            for micro in batch.micro_batches:
+                assert float(micro.scale(torch.tensor(1.0))) == 0.0
+            batch.check_complete()
+        told = [one.getMessage() for one in caplog.records]
+        assert [
+            text.startswith("step 1 learns nothing: no token of its global batch counts") for text in told
+        ] == wanted
 
 
 def test_slice_without_a_real_token_leaves_no_nan() -> None:
