@@ -105,7 +105,8 @@ class SavingTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             super()._save_scaler(output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: Any) -> None:
-        if self._run.in_memory:
+        # Behind a leave's save the process ends, and with it what it would upload.
+        if self._run.in_memory or self._run.draining:
             return
         with self._kept_errors():
             super()._push_from_checkpoint(checkpoint_folder)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from dalsegno.swift_plugin.hf.run import Leaving
 from dalsegno.swift_plugin.hf.trainer import ElasticTrainer
 
@@ -54,3 +56,22 @@ def test_an_evaluation_that_a_leave_cuts_short_stays_one_that_it_can() -> None:
     trainer._save_checkpoint = lambda *_: None
     trainer._maybe_log_save_evaluate(0.0, None, None, None)
     assert (trainer.evaluations, trainer._run.left, trainer._run.looks) == ([True] * 4, 3, 0)
+
+
+class Hub:
+    """As transformers' Trainer where it pushes: each checkpoint begins an upload."""
+
+    def _push_from_checkpoint(self, folder: str) -> None:
+        self.pushed.append(folder)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("draining", "in_memory", "wanted"), [(False, False, ["x"]), (True, False, []), (False, True, [])]
+)
+def test_what_a_leave_saves_is_not_uploaded(draining: bool, in_memory: bool, wanted: list[str]) -> None:
+    """The process ends next: the upload would never come to its end."""
+    trainer: Any = object.__new__(type("Trainer", (ElasticTrainer, Hub), {}))
+    trainer.elastic_run = SimpleNamespace(draining=draining, in_memory=in_memory, writing=None)
+    trainer.pushed = []
+    trainer._push_from_checkpoint("x")
+    assert trainer.pushed == wanted
