@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ def make(trainer: Any, plan: BatchPlan, session: Any, *, by_samples: bool) -> St
         collate=collate,
         resume=session.resume,
         seed=args.seed,
-        count_tokens=None if by_samples else functools.partial(count_labels, shifted=_shifts_labels(trainer)),
+        count_tokens=None if by_samples else _counting(trainer),
         reduce=None if by_samples else session.sum,
         loader_options=_loader_options(args),
     )
@@ -142,16 +142,25 @@ def make(trainer: Any, plan: BatchPlan, session: Any, *, by_samples: bool) -> St
     )
 
 
-def count_labels(inputs: Any, *, shifted: bool) -> int:
+def _counting(trainer: Any) -> Callable[[Any], int]:
+    """`count_labels` for this Trainer."""
+    names: list[str] = getattr(trainer.args, "label_names", None) or []
+    return functools.partial(count_labels, shifted=_shifts_labels(trainer), name=names[0] if len(names) == 1 else "")
+
+
+def count_labels(inputs: Any, *, shifted: bool, name: str = "") -> int:
     """The number over which the mean loss of a micro-batch is taken: its labels that count, or else its samples.
 
     Args:
         inputs: What the data collator made.
         shifted: The model predicts each label from earlier positions, so the first position has none.
+        name: Of the labels, if the model does not call them so: then it is not the model that shifts them.
 
     Raises:
         Refusal: There is nothing in them that could be counted.
     """
+    if name not in ("", *_LABELS) and isinstance(named := inputs.get(name), torch.Tensor):
+        return int(named.ne(IGNORED).sum())
     ready, labels = inputs.get("shift_labels"), inputs.get("labels")
     if isinstance(ready, torch.Tensor):
         return int(ready.ne(IGNORED).sum())

@@ -274,6 +274,32 @@ def test_labels_that_no_loss_shifts_all_count(tmp_path: Path, base: type[Any]) -
     assert batch.tokens == batch.n
 
 
+class Named(Tokens):
+    """The labels have another name."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        found = super().__getitem__(index)
+        return {"input_ids": found["input_ids"], "target": found["labels"]}
+
+
+class Targeted(Trainer):  # type: ignore[misc]  # transformers is not typed
+    """A mean over tokens."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["target"].flatten())
+        return (loss, {}) if return_outputs else loss
+
+
+def test_labels_of_another_name_are_counted(tmp_path: Path) -> None:
+    """As label_names has it: the mean over tokens is the same however it is cut."""
+    found = []
+    for micro in (1, 6):
+        trainer = make(tmp_path / str(micro), micro=micro, base=Targeted, data=Named(), label_names=["target"])
+        found.append([line["loss"] for line in train(trainer) if "loss" in line])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 def test_a_loss_of_ones_own_is_a_mean_too(tmp_path: Path) -> None:
     class Own(Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
