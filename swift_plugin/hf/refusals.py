@@ -10,6 +10,7 @@ from typing import Any
 import transformers
 
 from .checkpoints import is_foreign
+from .options import Options
 
 # Older versions have one function for the whole training loop, which cannot be entered at its boundaries.
 OLDEST = (5, 6)
@@ -29,6 +30,8 @@ _LAYERS_OF_PROMPTS = frozenset({"transform", "mlp_head", "lstm_head"})
 _TAKEN_OFF = ("pissa_niter", "lora_ga", "corda")
 ADALORA = "what it has learned of how much ranks matter is in no checkpoint; use lora"
 _KNOWN = ("dalsegno", "swift", "transformers")
+# Optimizers whose steps are those of micro-batches.
+_STEP_WITHIN = frozenset({"lomo", "adalomo"})
 # What gives out samples.
 _SAMPLES = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
 
@@ -81,6 +84,20 @@ def refuse_losses(trainer: Any, *, fixed_micro_batch: bool) -> None:
                 f"the loss {name} compares the pairs of a micro-batch, or is a mean over its tokens: give hf.elastic("
                 "..., fixed_micro_batch=True), so that every world has the same micro-batches"
             )
+
+
+def refuse_shared_batch(args: Any, options: Options) -> None:
+    """Refuses a per-device batch that all ranks share, where the global batch would be made of it and of their number.
+
+    Raises:
+        ValueError: It is one, and nobody says how large the global batch is.
+    """
+    shared = bool(getattr(getattr(args, "accelerator_config", None), "split_batches", False))
+    if shared and options.global_batch_size is None and options.usual_batch_size is None:
+        raise ValueError(
+            "split_batches of accelerator_config: here per_device_train_batch_size is the batch of one rank, so that "
+            "the global batch would be that of all ranks together; give hf.elastic(..., global_batch_size=N)"
+        )
 
 
 def refuse_unweighed(micro: Any) -> None:
@@ -244,7 +261,14 @@ def overrides(one: Any, name: str, known: Collection[str] = _KNOWN) -> str:
 
 def _of_arguments(args: Any) -> list[tuple[bool, str, str]]:
     sampling = getattr(args, "train_sampling_strategy", "random")
+    optim = getattr(args, "optim", "")
+    optim = str(getattr(optim, "value", optim))
     return [
+        (
+            optim in _STEP_WITHIN,
+            f"optim={optim}, which steps in each backward pass, so that the curve would depend on the world",
+            "take another optimizer",
+        ),
         (bool(args.auto_find_batch_size), "auto_find_batch_size", "set per_device_train_batch_size"),
         (
             bool(args.save_only_model),

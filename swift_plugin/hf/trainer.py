@@ -67,6 +67,8 @@ class ElasticTrainer(SavingTrainer):
         """
         refusals.refuse(self)
         refusals.refuse_losses(self, fixed_micro_batch=options.fixed_micro_batch)
+        if session().resume is None:
+            refusals.refuse_shared_batch(self.args, options)
         if options.stay:
             staying.refuse(self, strategy_of(self))
             self.staying = staying.Worlds(self, functools.partial(self._begin, options))
@@ -224,7 +226,7 @@ class ElasticTrainer(SavingTrainer):
         return self._run.loader
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
-        """Samples of one optimizer step over all ranks, for the log: the Trainer's product counts micro-batches full."""
+        """Samples of one step over all ranks, for the log: the Trainer's own product takes micro-batches for full."""
         return self._run.plan.global_batch_size
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:

@@ -33,6 +33,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState, PrinterCallback
+from transformers.training_args import OptimizerNames
 
 from dalsegno import elastic
 from dalsegno.elastic import Drained, ElasticSampler
@@ -937,6 +938,23 @@ def test_a_callback_that_counts_saves_counts_those_that_were_due(
     train(make(tmp_path, last, others, save_steps=4))
     assert last.saves == [4, 8, 12]
     assert first.saves + others.saves == [4, 8, 12]
+
+
+def test_a_batch_that_ranks_share_is_refused(tmp_path: Path) -> None:
+    """The global batch would be as many times too large as there are ranks; with a size that is given it is known."""
+    split = make(tmp_path, accelerator_config={"split_batches": True})
+    with pytest.raises(ValueError, match=r"split_batches.*give hf\.elastic\(\.\.\., global_batch_size="):
+        refusals.refuse_shared_batch(split.args, Options())
+    refusals.refuse_shared_batch(make(tmp_path).args, Options())
+
+
+@pytest.mark.parametrize("optim", ["lomo", "adalomo"])
+def test_an_optimizer_that_steps_in_each_backward_pass_is_refused(tmp_path: Path, optim: str) -> None:
+    """Its steps would be as many as a world has micro-batches."""
+    trainer = make(tmp_path)
+    trainer.args.optim = OptimizerNames(optim)
+    with pytest.raises(ValueError, match=f"optim={optim}, which steps in each backward pass"):
+        refusals.refuse(trainer)
 
 
 def test_a_path_to_resume_from_is_refused(tmp_path: Path) -> None:
