@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from .checkpoints import is_foreign
+from .checkpoints import TRAINER_STATE, is_foreign
 from .options import Options
 
 # Older versions have one function for the whole training loop, which cannot be entered at its boundaries.
@@ -306,13 +306,21 @@ def _of_arguments(args: Any) -> list[tuple[bool, str, str]]:
 def refuse_other_resume(given: Any, output_dir: Path) -> None:
     """Refuses a script's resume point if the run has none.
 
+    What ``get_last_checkpoint`` finds of an earlier run's links, behind ``--new-run``, is none: as True it asks for
+    whatever there is to resume from.
+
     Raises:
         ValueError: There is one.
     """
-    if given is True:
+    if given is True or (given and _is_link_in(Path(given), output_dir)):
         given = next((path for path in sorted(output_dir.glob("checkpoint-*")) if is_foreign(path)), None)
     if given:
         raise ValueError(
             f"resume_from_checkpoint: {given} is not the run's. Under dlrover-run a run resumes by itself from what it "
             "has saved; to begin with weights that are there already, load them as the model"
         )
+
+
+def _is_link_in(place: Path, output_dir: Path) -> bool:
+    """Whether a run has linked its checkpoint there."""
+    return place.parent.resolve() == output_dir.resolve() and (place / TRAINER_STATE).is_symlink()

@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import math
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState, PrinterCallback
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import OptimizerNames
 
 from dalsegno import elastic
@@ -1212,6 +1214,26 @@ def test_a_checkpoint_that_is_not_the_runs_is_not_resumed_from(tmp_path: Path) -
     (tmp_path / "out" / "checkpoint-7" / "trainer_state.json").write_text("{}")
     with pytest.raises(ValueError, match="checkpoint-7 is not the run's"):
         make(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_link_of_an_earlier_run_is_no_checkpoint_of_another_training(tmp_path: Path) -> None:
+    """A new run of a script that resumes from ``get_last_checkpoint(output_dir)``, which finds what the last left."""
+    train(make(tmp_path, max_steps=5))
+    (tmp_path / "checkpoints").rename(tmp_path / "earlier")
+    for link in (tmp_path / "out/checkpoint-5").iterdir():
+        target = tmp_path / "earlier" / link.readlink().relative_to(tmp_path / "checkpoints")
+        link.unlink()
+        link.symlink_to(target)
+    found = get_last_checkpoint(str(tmp_path / "out"))
+    assert found is not None
+    trainer = make(tmp_path, max_steps=2)
+    trainer.train(resume_from_checkpoint=found)
+    assert trainer.state.global_step == 2
+    shutil.copytree(found, tmp_path / "out/checkpoint-7")
+    with pytest.raises(ValueError, match="checkpoint-7 is not the run's"):
+        refusals.refuse_other_resume(found, tmp_path / "out")
+    with pytest.raises(ValueError, match="earlier is not the run's"):
+        refusals.refuse_other_resume(str(tmp_path / "earlier"), tmp_path / "out")
 
 
 def test_another_order_of_samples_is_refused(tmp_path: Path) -> None:
