@@ -182,10 +182,10 @@ def check_strategy(resume: ResumePoint | None, strategy: str) -> None:
     by_values = resume.form == UNIVERSAL or resume.reshard
     family = by_values and saved.startswith("deepspeed") and strategy.startswith("deepspeed")
     if saved != strategy and not family:
-        raise ValueError(
-            f"{resume.ref.name} was written with strategy {saved}, and this run has {strategy}: go on with {saved}, or"
-            " start a new run"
-        )
+        why = f"with strategy {saved}, and this run has {strategy}: go on with {saved}, or start a new run"
+        if resume.manifest.saved_as is not None:
+            why = "without a session and hf.elastic: go on without them, or begin anew with its weights (--new-run)"
+        raise ValueError(f"{resume.ref.name} was written {why}")
 
 
 def check_loaders(manifest: Manifest, world_size: int) -> None:

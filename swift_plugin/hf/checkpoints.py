@@ -78,7 +78,10 @@ class Unfinished:
         try:
             found = json.loads((directory / PROGRESS).read_text())
         except FileNotFoundError as error:
-            raise ValueError(f"{directory.name} was not saved by an elastic Trainer: it has no {PROGRESS}") from error
+            raise ValueError(
+                f"{directory.name} was not saved by an elastic Trainer, it has no {PROGRESS}: go on without hf.elastic,"
+                " or begin anew with its weights (--new-run)"
+            ) from error
         if found.pop("version") > VERSION:
             raise ValueError(f"{directory.name} was saved by a newer dalsegno: install that one")
         return cls(**found)

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler
-from dalsegno.elastic.checkpoint import SHARDED, UNIVERSAL, CheckpointName, CheckpointStore, Manifest, Ref, Shape
+from dalsegno.elastic.checkpoint import (
+    SHARDED,
+    UNIVERSAL,
+    CheckpointName,
+    CheckpointStore,
+    Manifest,
+    Ref,
+    SavedAs,
+    Shape,
+)
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import ResumeOrder
 from dalsegno.elastic.saving.resuming import Damaged, ResumePoint, check_strategy, handed_out, newest
@@ -159,6 +168,17 @@ def test_another_strategy_is_refused_with_both_names(tmp_path: Path) -> None:
     for resume, strategy in ((sharded, "deepspeed-zero-2"), (sharded, "ddp"), (universal, "ddp")):
         with pytest.raises(ValueError, match=f"written with strategy deepspeed-zero-1, and this run has {strategy}"):
             check_strategy(resume, strategy)
+
+
+def test_what_a_script_saved_without_a_session_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """Nobody has given it a strategy: its name would say nothing."""
+    shape = replace(TWO, strategy="transformers")
+    source = write(tmp_path, CheckpointName(4, 2, 1), shape=shape)
+    resume = handed_out(ResumeOrder(source.ref, SHARDED, None), tmp_path, Solo())
+    assert isinstance(resume, ResumePoint)
+    manifest = replace(resume.manifest, saved_as=SavedAs("checkpoint-4", "checkpoint-4"))
+    with pytest.raises(ValueError, match=r"without a session and hf\.elastic: go on without .*--new-run"):
+        check_strategy(replace(resume, manifest=manifest), "ddp")
 
 
 def test_the_loop_refuses_data_that_do_not_go_on(tmp_path: Path) -> None:
