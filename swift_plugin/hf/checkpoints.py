@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS = "trainer-progress.json"
 TRAINER_STATE = "trainer_state.json"
-VERSION = 5
+VERSION = 6
 # Between two looks for what agents bring to the disk; and how long a process at its end waits for them to delete.
 LOOK_SECONDS, LAST_PRUNE_SECONDS = 1.0, 3.0
 
@@ -47,6 +47,7 @@ class Unfinished:
             too, because it took the place of that one.
         of_step: What a log at that data epoch's end says of the step itself, by name.
         hyperparameters: See `arguments.hyperparameters`; empty: an older version has saved it.
+        counts: What the Trainer itself counts, by attribute; empty: nothing, or an older version has saved it.
     """
 
     loss: float = 0.0
@@ -59,6 +60,7 @@ class Unfinished:
     untold: bool = False
     of_step: dict[str, float] = field(default_factory=dict)
     hyperparameters: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
         """The content of its file, which lies beside the Trainer's directory."""

@@ -221,9 +221,9 @@ class ElasticRun:
         epoch_end = ends and not self.epoch_ended
         may_end = due.evaluation and not self.epoch_ended and not epoch_end
         of_step = {name: float(value) for name, value in self.of_step.items()} if epoch_end or may_end else {}
-        callbacks, logged = trainer.remembered(), trainer._globalstep_last_logged
-        more = {"callbacks": callbacks, "of_step": of_step, "logged": logged, "hyperparameters": self.hyperparameters}
-        return replace(due, epoch_end=epoch_end, may_end=may_end, **more)
+        more = {"callbacks": trainer.remembered(), "counts": trainer.counts(), "hyperparameters": self.hyperparameters}
+        logged = trainer._globalstep_last_logged
+        return replace(due, epoch_end=epoch_end, may_end=may_end, of_step=of_step, logged=logged, **more)
 
     @property
     def is_on_disk(self) -> bool:

@@ -16,6 +16,10 @@ else:
     _Base = object
 
 
+# What Trainers count in themselves: trl's the tokens of a training, for its logs.
+_COUNTS = ("_total_train_tokens",)
+
+
 class SavingTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     """The part of `trainer.ElasticTrainer` that saves.
 
@@ -42,6 +46,11 @@ class SavingTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             for name, attributes in self.counting.items()
             if name in callbacks
         }
+
+    def counts(self) -> dict[str, float]:
+        """What the Trainer itself has counted, by attribute."""
+        found = {name: vars(self)[name] for name in _COUNTS if name in vars(self)}
+        return {name: value for name, value in found.items() if type(value) in (int, float)}
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if not (self._run.in_memory or self._run.draining):

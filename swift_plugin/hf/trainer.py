@@ -382,6 +382,7 @@ class ElasticTrainer(SavingTrainer):
         self._tr_loss += unfinished.loss
         self._total_loss_scalar -= unfinished.loss  # the mean over this start's steps must contain only these
         self._globalstep_last_logged = unfinished.logged
+        self.__dict__.update({name: value for name, value in unfinished.counts.items() if name in vars(self)})
         counting = [one for one in self.callback_handler.callbacks if type(one).__name__ in unfinished.callbacks]
         for callback in counting:
             vars(callback).update(unfinished.callbacks[type(callback).__name__])

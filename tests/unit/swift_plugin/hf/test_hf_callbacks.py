@@ -182,6 +182,31 @@ def test_callbacks_that_show_that_they_count_are_named() -> None:
     assert forgetful(SimpleNamespace(callback_handler=handler, counting={})) == ("Rows", "Halves")
 
 
+class Tokens(Trainer):  # type: ignore[misc]
+    """Counts tokens as trl's trainers do: in itself, for its logs."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._total_train_tokens = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._total_train_tokens += inputs["input_ids"].numel()
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log({**logs, "num_tokens": self._total_train_tokens}, *args, **kwargs)
+
+
+def test_the_tokens_that_a_trainer_counts_go_on(tmp_path: Path) -> None:
+    """Behind a leave, and behind what a kill goes back to, as in a run that nothing disturbs."""
+    wanted = hf.without_end(hf.train(hf.make(tmp_path / "a", base=Tokens)))
+    with pytest.raises(Drained):
+        hf.train(hf.make(tmp_path / "b", hf.At(3, hf.drain), base=Tokens))
+    with pytest.raises(KeyboardInterrupt):
+        hf.train(hf.make(tmp_path / "b", hf.At(8, lambda: hf.exit_at(8, 8)), base=Tokens))
+    assert hf.without_end(hf.train(hf.make(tmp_path / "b", base=Tokens))) == wanted
+
+
 class Property(Seen):
     """Its argument cannot be set."""
 
