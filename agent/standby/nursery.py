@@ -258,15 +258,16 @@ class _Nursery:
             self._leave()
             return assignment
         nursery = os.getpid()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ends: tuple[socket.socket, ...] = ()
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that libraries (OpenBLAS) keep and restart in the child themselves.
             warnings.simplefilter("ignore", DeprecationWarning)
             try:
+                ours, theirs = ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 pid = os.fork()
             except OSError as error:
-                ours.close()
-                theirs.close()
+                for end in ends:
+                    end.close()
                 # Workers that were started before live on: the agent decides about them.
                 why = shortage(error) or str(error)
                 failure = f"it cannot be started: {why}"

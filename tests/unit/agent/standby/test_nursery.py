@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import os
 import socket
 import subprocess
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from dalsegno.agent.standby.nursery import _Nursery, receive
+from dalsegno.agent.standby.nursery import CANNOT_START, _Nursery, receive
+from dalsegno.agent.standby.worker_main import Assignment
 from dalsegno.protos.ready import readable
 
 
@@ -55,6 +59,28 @@ def test_a_worker_that_is_another_users_and_takes_no_place_ends_nobody(monkeypat
     nursery._words[4242], nursery._workers[4242] = ours, 1
     monkeypatch.setattr(os, "killpg", forbidden)
     nursery._place({"place": 1})
+
+
+@pytest.mark.parametrize("lacks", ["a descriptor", "a process"])
+def test_a_worker_that_cannot_be_started_ends_nobody(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    """Without a descriptor for it the nursery ended with a traceback, and all that trained with it."""
+    nursery, agent = scene()
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    monkeypatch.setattr(*((socket, "socketpair") if lacks == "a descriptor" else (os, "fork")), Mock(side_effect=error))
+    nursery._report = {"own": "", "unforkable": ""}
+    before = os.listdir("/proc/self/fd")
+    for ahead in (False, True):
+        request: dict[str, object] = {
+            "start": 7,
+            "ahead": ahead,
+            **dataclasses.asdict(Assignment(["x"], False, {}, "/")),
+        }
+        assert nursery._start(request) is None
+        answer = receive(agent)
+        assert answer is not None
+        assert (answer["exited"], answer["code"]) == (7, CANNOT_START)
+        assert "it cannot be started: this process may have no more files open" in str(answer["failure"])
+    assert os.listdir("/proc/self/fd") == before
 
 
 def forbidden(*_: Any) -> None:
