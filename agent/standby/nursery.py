@@ -190,9 +190,11 @@ class _Nursery:
                         self._hear_word(key.data)
                     elif not self._take_requests():
                         return None
-                self._reap()
                 if self._report is not None and not self._ready:
                     self._settle()
+                if self._ready:
+                    # Not before: what the imports start is theirs to wait for, and there are no workers yet.
+                    self._reap()
                 while self._ready and self._requests:
                     request = self._requests.pop(0)
                     if "place" in request:
@@ -351,6 +353,7 @@ class _Nursery:
         return bool(self._report["own"]) or (bool(self._report["unforkable"]) and not self._single)
 
     def _reap(self) -> None:
+        """Reaps all that has ended."""
         while True:
             with contextlib.suppress(ChildProcessError):
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)

@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import subprocess
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +15,9 @@ import pytest
 
 from dalsegno.agent.standby.nursery import CANNOT_START, _Nursery, receive
 from dalsegno.agent.standby.worker_main import Assignment
+from dalsegno.protos.own_program import command_of
 from dalsegno.protos.ready import readable
+from tests.support.pages.sources import ROOT
 
 
 def scene() -> tuple[_Nursery, socket.socket]:
@@ -81,6 +84,41 @@ def test_a_worker_that_cannot_be_started_ends_nobody(monkeypatch: pytest.MonkeyP
         assert (answer["exited"], answer["code"]) == (7, CANNOT_START)
         assert "it cannot be started: this process may have no more files open" in str(answer["failure"])
     assert os.listdir("/proc/self/fd") == before
+
+
+class Real:
+    """A nursery's process, and the agent's end of its channel."""
+
+    def __init__(self, directory: Path, *modules: str) -> None:
+        self.agent, channel = socket.socketpair()
+        self.agent.settimeout(60)
+        command = [
+            *command_of("dalsegno.agent.standby.nursery", ("-u",)),
+            *("--channel", str(channel.fileno()), "--console", "1", "2", "--", *modules),
+        ]
+        environment = {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{directory}"}
+        self._process = subprocess.Popen(command, pass_fds=(channel.fileno(),), env=environment, cwd=ROOT)
+        channel.close()
+
+    def __enter__(self) -> Real:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.agent.close()
+        assert self._process.wait(60) == 0
+
+
+def test_what_imports_start_ends_with_its_own_code(tmp_path: Path) -> None:
+    """The nursery reaped it, and the module, which found no process any more, took that for a 0."""
+    (tmp_path / "asks.py").write_text(
+        "import subprocess, time\n"
+        "child = subprocess.Popen(['/bin/sh', '-c', 'exit 3'])\n"
+        "time.sleep(0.3)\n"
+        "if child.wait() != 3:\n"
+        "    raise RuntimeError(child.returncode)\n"
+    )
+    with Real(tmp_path, "asks") as nursery:
+        assert receive(nursery.agent) == {"ready": {"failed": {}, "unforkable": "", "own": ""}}
 
 
 def forbidden(*_: Any) -> None:
