@@ -44,6 +44,7 @@ from dalsegno.protos.ready import readable
 from dalsegno.protos.shortage import shortage
 
 from ..own_modules import take_first_path
+from ..processes.proc import adopt_orphans
 from .only_installed import OnlyInstalled, OwnModuleMet
 from .word import MAX_MESSAGE_BYTES, Word
 from .worker_main import Assignment, become
@@ -353,7 +354,7 @@ class _Nursery:
         return bool(self._report["own"]) or (bool(self._report["unforkable"]) and not self._single)
 
     def _reap(self) -> None:
-        """Reaps all that has ended."""
+        """Reaps all that has ended: workers, and what workers left, which comes to this process."""
         while True:
             with contextlib.suppress(ChildProcessError):
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -388,6 +389,10 @@ def main() -> None:
     if options.parent:
         # In addition to the keeper.
         ends_with_parent(signal.SIGKILL, options.parent)()
+    if not options.single:
+        # What a worker leaves would go to process 1 else, which in a container is the agent: it reaps its own only.
+        # Workers are forked without this, so a script's orphans never come to another rank.
+        adopt_orphans()
     # Lets torch look for devices without initializing CUDA's driver, after which this process could not fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     console = (options.console[0], options.console[1])

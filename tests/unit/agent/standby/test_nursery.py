@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -13,10 +14,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from dalsegno.agent.standby.nursery import CANNOT_START, _Nursery, receive
+from dalsegno.agent.standby.nursery import CANNOT_START, _Nursery, receive, send
 from dalsegno.agent.standby.worker_main import Assignment
 from dalsegno.protos.own_program import command_of
+from dalsegno.protos.processes import exists, stat_fields
 from dalsegno.protos.ready import readable
+from tests.support.jobs.master_process import eventually
 from tests.support.pages.sources import ROOT
 
 
@@ -99,6 +102,14 @@ class Real:
         environment = {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{directory}"}
         self._process = subprocess.Popen(command, pass_fds=(channel.fileno(),), env=environment, cwd=ROOT)
         channel.close()
+        self.pid = self._process.pid
+
+    def starts(self, script: Path) -> int:
+        """A worker's process."""
+        send(self.agent, {"start": 1, **dataclasses.asdict(Assignment([str(script)], False, dict(os.environ), "/"))})
+        answer = receive(self.agent)
+        assert answer is not None
+        return int(str(answer["pid"]))
 
     def __enter__(self) -> Real:
         return self
@@ -119,6 +130,50 @@ def test_what_imports_start_ends_with_its_own_code(tmp_path: Path) -> None:
     )
     with Real(tmp_path, "asks") as nursery:
         assert receive(nursery.agent) == {"ready": {"failed": {}, "unforkable": "", "own": ""}}
+
+
+def test_what_a_worker_leaves_is_the_nurserys(tmp_path: Path) -> None:
+    """Where the agent was process 1, which it came to, each world that was killed left zombies until the agent's end.
+
+    What has left the worker's group lives on, as it would without.
+    """
+    script, left = tmp_path / "script.py", tmp_path / "left"
+    script.write_text(
+        "import os, time\n"
+        "def child(own):\n"
+        "    if pid := os.fork():\n"
+        "        return pid\n"
+        "    own and os.setsid()\n"
+        "    time.sleep(600)\n"
+        "text = ' '.join(str(child(own)) for own in (False, True, True))\n"
+        f"open('{left}-new', 'w').write(text)\n"
+        f"os.rename('{left}-new', '{left}')\n"
+        "time.sleep(600)\n"
+    )
+    daemons: list[int] = []
+    try:
+        with Real(tmp_path) as nursery:
+            assert receive(nursery.agent)
+            worker = nursery.starts(script)
+            eventually(left.exists, 60)
+            loader, *daemons = map(int, left.read_text().split())
+            eventually(lambda: all(os.getsid(one) == one for one in daemons), 60)
+            os.kill(worker, signal.SIGKILL)
+            assert receive(nursery.agent) == {"exited": 1, "code": -signal.SIGKILL}
+            eventually(lambda: not exists(loader), 60)
+            assert [parent_of(one) for one in daemons] == [nursery.pid, nursery.pid]
+            os.kill(daemons[0], signal.SIGKILL)
+            eventually(lambda: not exists(daemons[0]), 60)
+        assert parent_of(daemons[1]) not in (None, nursery.pid)
+    finally:
+        for one in daemons[1:]:
+            os.kill(one, signal.SIGKILL)
+
+
+def parent_of(pid: int) -> int | None:
+    """None: it is gone, or a zombie."""
+    fields = stat_fields(pid)
+    return int(fields[1]) if fields and fields[0] != "Z" else None
 
 
 def forbidden(*_: Any) -> None:
