@@ -17,11 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.protos.contract import Variable
-from dalsegno.protos.processes import status_of
 from dalsegno.protos.shortage import starting
 
 from . import keeper
-from .proc import start_time
+from .proc import is_stopped, start_time
 from .signals import held_back
 
 __all__ = ["Lifeline"]
@@ -34,12 +33,6 @@ _LAST_KEEPERS = 3
 _ONCE_MORE_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped it; not a debugger (state "t"), which lets it go on."""
-    status = status_of(pid)
-    return status is not None and status.state == "T"
 
 
 class Lifeline:
@@ -137,7 +130,7 @@ class Lifeline:
             self._closing.set()
         for _ in range(_LAST_KEEPERS):
             with self._lock:
-                if _is_stopped(self._process.pid):
+                if is_stopped(self._process.pid):
                     self._end_now()
                 if self._process.poll():
                     self._replace()

@@ -17,6 +17,7 @@ __all__ = [
     "belongs_to",
     "descendants",
     "end_descendants",
+    "is_stopped",
     "kill_group",
     "listeners",
     "owner_of",
@@ -34,6 +35,12 @@ def start_time(pid: int) -> int | None:
     """Start time of a process, see `Status`; None if it is gone."""
     status = status_of(pid)
     return status.started if status else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped it; not a debugger (state "t"), which lets it go on."""
+    status = status_of(pid)
+    return status is not None and status.state == "T"
 
 
 def seen_fields(pid: int) -> list[str] | None:

@@ -9,12 +9,14 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from dalsegno.protos.contract import WORKER_DRAINED
+from dalsegno.protos.ready import readable
 
 from ..processes.lifeline import Lifeline
-from ..processes.proc import kill_group
+from ..processes.proc import is_stopped, kill_group
 from .nursery import receive
 from .request_writer import RequestWriter
 from .worker_main import Assignment
@@ -23,6 +25,8 @@ __all__ = ["BROKEN", "Nursery", "StandbyProcess"]
 
 # Seconds to wait for a process after SIGKILL; one that waits for a missing file system may be stuck in the kernel.
 _KILL_TIMEOUT_SECONDS = 5.0
+# While a nursery says nothing: seconds between two looks whether it was stopped; so much longer, and we stood still.
+LOOK_SECONDS, STOOD_STILL_SECONDS = 5.0, 1.0
 # The exit code of a worker that has left a broken world: that of an error, as if its process had ended.
 BROKEN = 1
 
@@ -195,6 +199,7 @@ class Nursery:
         channel: our end of the channel.
         lifeline: every worker is registered with it.
         on_ready: called with (nursery, report) when the imports are done.
+        say: prints one line for people, perhaps a warning; called on any thread.
     """
 
     def __init__(
@@ -204,6 +209,7 @@ class Nursery:
         lifeline: Lifeline,
         single: bool,
         on_ready: Callable[[Nursery, dict[str, object]], None],
+        say: Callable[[str, bool], None],
     ) -> None:
         self.process = process
         self.ready = threading.Event()
@@ -214,6 +220,9 @@ class Nursery:
         self._requests = RequestWriter(channel)
         self._lifeline = lifeline
         self._on_ready = on_ready
+        self._say = say
+        # At how many looks in a row it was stopped.
+        self._stopped = 0
         self._lock = threading.Lock()
         self._number = 0
         self._workers: dict[int, StandbyProcess] = {}
@@ -330,10 +339,38 @@ class Nursery:
 
     def _receive(self) -> dict[str, object] | None:
         try:
+            while not self._says_something():
+                self._wake()
             return receive(self._channel)
         except OSError as error:
             logger.info("nursery %d: %s", self.process.pid, error)
             return None
+
+    def _says_something(self) -> bool:
+        """Waits for a message, until the next look is due."""
+        began = time.monotonic()
+        says = readable(self._channel.fileno(), LOOK_SECONDS)
+        if says or time.monotonic() - began >= LOOK_SECONDS + STOOD_STILL_SECONDS:
+            # With this process all others of the job may have been suspended, and they go on one after another.
+            self._stopped = 0
+        return says
+
+    def _wake(self) -> None:
+        """Has it go on if a signal has stopped it: nobody would start, place or reap a worker."""
+        pid = self.process.pid
+        try:
+            self._stopped = self._stopped + 1 if is_stopped(pid) else 0
+            if self._stopped == 2:
+                os.kill(pid, signal.SIGCONT)
+        except OSError as error:
+            # Whatever keeps us from a look is not the end of its workers.
+            logger.warning("whether nursery %d is stopped cannot be seen, or changed: %s", pid, error)
+            return
+        who = f"the process that this node's workers are forked from (process {pid})"
+        if self._stopped == 2:
+            self._say(f"{who} was stopped (SIGSTOP): it is told to go on", True)
+        elif self._stopped == 3:
+            self._say(f"{who} is stopped again: `kill -CONT {pid}`, or `kill -9 {pid}`", True)
 
     def _heard(self, message: dict[str, object]) -> None:
         if "ready" in message:

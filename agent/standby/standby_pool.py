@@ -224,7 +224,9 @@ class StandbyPool:
         started = self._take_early(spec) or start_nursery(spec, self._lifeline, low_priority=low_priority)
         try:
             with starting("a thread for a standby worker"):
-                nursery = Nursery(started.process, started.channel, self._lifeline, not self._fork, self._on_ready)
+                nursery = Nursery(
+                    *(started.process, started.channel, self._lifeline, not self._fork, self._on_ready, self.say)
+                )
                 threading.Thread(
                     target=self._watch_imports, args=(nursery,), name="nursery-imports", daemon=True
                 ).start()

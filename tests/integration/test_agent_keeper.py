@@ -224,7 +224,7 @@ def test_closing_with_a_stopped_keeper_ends_everything(
         # Not before it was looked at.
         first = iter([lifeline.keeper_pid])
         monkeypatch.setattr(
-            lifeline_module, "_is_stopped", lambda pid: [os.kill(one, signal.SIGSTOP) for one in first] and False
+            lifeline_module, "is_stopped", lambda pid: [os.kill(one, signal.SIGSTOP) for one in first] and False
         )
     began = time.monotonic()
     lifeline.close(10.0 if stopped == "before" else 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -166,8 +167,9 @@ def test_what_a_worker_leaves_is_the_nurserys(tmp_path: Path) -> None:
             eventually(lambda: not exists(daemons[0]), 60)
         assert parent_of(daemons[1]) not in (None, nursery.pid)
     finally:
-        for one in daemons[1:]:
-            os.kill(one, signal.SIGKILL)
+        for one in daemons:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
 
 
 def parent_of(pid: int) -> int | None:

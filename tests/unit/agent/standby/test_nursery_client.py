@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import struct
+import subprocess
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -15,12 +17,14 @@ import pytest
 
 from dalsegno.agent.processes import lifeline as lifelines
 from dalsegno.agent.processes.lifeline import Lifeline
+from dalsegno.agent.processes.proc import is_stopped
 from dalsegno.agent.standby import nursery_client
 from dalsegno.agent.standby.nursery import receive, send
 from dalsegno.agent.standby.nursery_client import Nursery, StandbyProcess
 from dalsegno.agent.standby.stayed_workers import StayedWorkers, held_by
 from dalsegno.agent.standby.worker_main import Assignment
 from dalsegno.protos.contract import WORKER_DRAINED
+from tests.support.jobs.master_process import eventually
 
 TRAIN = Assignment(["train.py"], False, {}, "/")
 # Of no process.
@@ -30,15 +34,20 @@ NUMBER = 1 << 22
 class Scene:
     """A nursery's end of the channel, and what the agent has of it."""
 
-    def __init__(self, killed: list[int]) -> None:
+    def __init__(self, killed: list[int], pid: int = NUMBER) -> None:
         ours, self.channel = socket.socketpair()
         self.killed = killed
         self.lifeline = MagicMock()
-        process = MagicMock(pid=NUMBER)
+        process = MagicMock(pid=pid)
         process.poll.return_value = None
         before = set(threading.enumerate())
-        self.nursery = Nursery(process, ours, self.lifeline, False, MagicMock())
+        self.said: queue.Queue[str] = queue.Queue()
+        self.nursery = Nursery(process, ours, self.lifeline, False, MagicMock(), self._say)
         (self._listener,) = {thread for thread in threading.enumerate() if thread.name == "nursery"} - before
+
+    def _say(self, text: str, warning: bool) -> None:
+        assert warning
+        self.said.put(text)
 
     def end(self) -> None:
         """Waits too: what still listens ends its workers by a name that is something else in the next test."""
@@ -134,3 +143,90 @@ def test_a_start_that_is_cut_off_leaves_no_process(scene: Scene) -> None:
     send(scene.channel, {"exited": 2, "code": 0})
     assert trains.wait(30) == 0
     assert scene.killed == [NUMBER + 1]
+
+
+class Stopped:
+    """A nursery's process, which can be stopped, and looks at it that come soon."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process, self.pid = process, process.pid
+        self.scene = Scene([], process.pid)
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+        eventually(self.is_stopped)
+
+    def is_stopped(self) -> bool:
+        return is_stopped(self._process.pid)
+
+    def wakes(self) -> str:
+        """What is said, once it goes on."""
+        text = self.scene.said.get(timeout=30)
+        eventually(lambda: not self.is_stopped())
+        return text.replace(str(self._process.pid), "N")
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stopped]:
+    monkeypatch.setattr(nursery_client, "LOOK_SECONDS", 0.1)
+    process = subprocess.Popen(["sleep", "600"])
+    made = Stopped(process)
+    yield made
+    made.scene.end()
+    monkeypatch.undo()
+    process.kill()
+    process.wait(30)
+
+
+WAKES = "the process that this node's workers are forked from (process N) was stopped (SIGSTOP): it is told to go on"
+
+
+def test_a_nursery_that_is_stopped_is_told_to_go_on(stopped: Stopped) -> None:
+    """Its node waited for --stall-timeout, several times, until the job had failed. No line named the process."""
+    stopped.stop()
+    assert stopped.wakes() == WAKES
+    assert stopped.scene.nursery.usable
+    eventually(lambda: stopped.scene.nursery._stopped == 0)
+    stopped.stop()
+    assert stopped.wakes() == WAKES
+    send(stopped.scene.channel, {"ready": {}})
+    assert stopped.scene.nursery.ready.wait(30)
+
+
+def test_who_stops_it_again_and_again_is_told_once(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor, or a person, who means it."""
+    sent: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.put(number))
+    monkeypatch.setattr(nursery_client, "is_stopped", lambda pid: True)
+    first, second = (stopped.scene.said.get(timeout=30) for _ in range(2))
+    assert first.endswith("it is told to go on")
+    assert second.endswith(f"is stopped again: `kill -CONT {stopped.pid}`, or `kill -9 {stopped.pid}`")
+    with pytest.raises(queue.Empty):
+        stopped.scene.said.get(timeout=0.5)
+    assert [sent.get(timeout=30), sent.empty()] == [signal.SIGCONT, True]
+
+
+def test_who_is_stopped_with_its_agent_is_left_alone(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm suspends all processes of a job, and has them go on one after another."""
+    monkeypatch.setattr(nursery_client, "STOOD_STILL_SECONDS", -0.1)
+    stopped.stop()
+    with pytest.raises(queue.Empty):
+        stopped.scene.said.get(timeout=1.0)
+    assert stopped.is_stopped()
+
+
+@pytest.mark.parametrize("error", [OSError(24, os.strerror(24)), PermissionError(1, "hidden")])
+def test_a_look_at_it_that_fails_ends_no_worker(
+    stopped: Stopped, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """Without a descriptor /proc cannot be read."""
+    looked = threading.Event()
+    monkeypatch.setattr(nursery_client, "is_stopped", lambda pid: looked.set() or raising(error))
+    assert looked.wait(30)
+    looked.clear()
+    assert looked.wait(30)
+    assert stopped.scene.nursery.usable
+
+
+def raising(error: OSError) -> bool:
+    raise error
