@@ -106,7 +106,7 @@ class Decision:
         """Gives this node's ranks SIGTERM and `grace` seconds; 0 kills at once. For the rest see `StopWorkers`."""
         state = self.state
         if state.workers is Workers.RUNNING:
-            state.workers = Workers.STOPPING
+            state.workers, state.stop_granted = Workers.STOPPING, False
             state.stop_deadline = self.now + grace + state.settings.save_timeout + STOP_PATIENCE_SECONDS
             self.do(ev.StopWorkers(state.started, grace, still, may_save(state), ask, work))
 

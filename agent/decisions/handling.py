@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
-from . import contact, directives, flash, keeping, leaving, memory, quotes, ranks
+from . import contact, directives, flash, keeping, leaving, memory, patience, quotes, ranks
 from . import events as ev
 from .decision import Decision
 from .state import Admission, AgentSettings, AgentState, Door, Join, Outcome, Workers, fresh
@@ -39,11 +39,7 @@ NAME_PAUSE_SECONDS = 2.0
 # The same for a node that has just started: a supervisor may have been quicker than the master, which must still notice
 # that the previous agent was killed.
 START_PATIENCE_SECONDS = 3.0
-# Seconds without an answer to the first registration after which people are told.
-SILENCE_SECONDS = 5.0
 START_PAUSE_SECONDS = 0.5
-# Until then it wakes at least so often; so much later than it was to wake, this process itself stood still.
-LOOK_SECONDS, STOOD_STILL_SECONDS = 1.0, 1.0
 
 __all__ = ("AgentSettings", "AgentState", "Outcome", "Workers", "fresh", "handle")
 
@@ -59,7 +55,7 @@ def handle(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, 
 
 def take(decision: Decision, event: ev.Event) -> None:
     """Passes one event to its handler."""
-    leave_out_stops(decision)
+    patience.leave_out_stops(decision)
     match event:
         case ev.Started():
             decision.register("")
@@ -120,7 +116,7 @@ def take(decision: Decision, event: ev.Event) -> None:
         case ev.AddressChanged():
             address_changed(decision, event)
         case ev.Tick():
-            check_answer(decision)
+            patience.check_answer(decision)
     if not decision.state.ended:
         settle(decision)
 
@@ -165,41 +161,6 @@ def postponed(decision: Decision, detail: str) -> None:
     if detail != decision.state.door.postponed:
         decision.state.door.postponed = detail
         decision.do(ev.Say(detail))
-
-
-def silence_is_told_at(state: AgentState, deadline: float) -> float:
-    """When people are told that nobody has answered the first registration."""
-    return deadline - state.settings.connect_timeout + SILENCE_SECONDS
-
-
-def leave_out_stops(decision: Decision) -> None:
-    """Does not count time in which this process was stopped (Ctrl-Z): nobody was asked in it."""
-    door, wake, now = decision.state.door, decision.state.wake, decision.now
-    if door.answer_deadline is None or wake is None or now - wake < STOOD_STILL_SECONDS:
-        return
-    door.answer_deadline += now - wake
-    if now - wake >= SILENCE_SECONDS and not door.granted:
-        # Enough for an answer. Only once: a machine that is slow all the time must come to an end, too.
-        door.granted = True
-        door.answer_deadline = max(door.answer_deadline, now + SILENCE_SECONDS)
-
-
-def check_answer(decision: Decision) -> None:
-    """Gives up if nobody has answered the first registration, once nothing else is in the queue, such as an answer."""
-    state = decision.state
-    deadline, where = state.door.answer_deadline, state.settings.addresses
-    if deadline is None:
-        return
-    if silence_is_told_at(state, deadline) <= decision.now < deadline and not state.door.told:
-        state.door.told = True
-        left = f"{deadline - decision.now:.0f} s more (--connect-timeout)"
-        who = f"no master has answered yet at {where}" if where else "the job's own master has not answered yet"
-        decision.do(ev.Say(f"{who}: trying for {left}"))
-    if decision.now >= deadline:
-        seconds = state.settings.connect_timeout
-        there = f"is it running at that address? ({where}){state.settings.hint}"
-        what = there if where else "a line above, or its master.log, says why"
-        decision.exit(ev.EXIT_USAGE, f"no master answered within {seconds:.0f} s: {what}")
 
 
 def refused(decision: Decision, event: ev.Refused) -> None:
@@ -447,10 +408,7 @@ def settle(decision: Decision) -> None:
     """Does what follows from the state, after every event."""
     decision.state.wake = None
     report_ended(decision)
-    if (deadline := decision.state.door.answer_deadline) is not None:
-        told_at = silence_is_told_at(decision.state, deadline)
-        decision.wake_at(deadline if decision.state.door.told else min(told_at, deadline))
-        decision.wake_at(decision.now + LOOK_SECONDS)
+    patience.await_answer(decision)
     register_when_due(decision)
     keeping.check(decision)
     ranks.check_stopping(decision)

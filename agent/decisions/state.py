@@ -150,6 +150,8 @@ class Leave:
     unfit: bool = False
     # Workers were running when it came: without their save the run goes back to its last commit.
     unsaved: bool = False
+    # Behind a long stop of this process there was time for what lay unread once.
+    granted: bool = False
     # Until when this node waits for the master's word, once its part is safe.
     release_deadline: float | None = None
     # The master has let it go.
@@ -435,6 +437,8 @@ class AgentState:
     quotes: Quotes = Quotes()
     # For STOPPING: when it is over, whatever became of the processes.
     stop_deadline: float = 0.0
+    # For STOPPING, as `Door.granted`.
+    stop_granted: bool = False
     # Some rank that this agent ever started has opened a session, so the script has one, even before its hello.
     session_known: bool = False
     drain: DrainOrder | None = None

@@ -6,6 +6,7 @@ import pytest
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
+from dalsegno.agent.decisions.state import Workers
 from dalsegno.protos import control_pb2
 from tests.unit.agent.decisions.test_decisions import GATHER, ME, Agent, kinds, world
 
@@ -254,6 +255,25 @@ def test_time_in_which_the_agent_was_stopped_does_not_count(at: float) -> None:
     assert "Exit" not in kinds(agent.waits(max(4.0, 18.0 - at)))
     assert agent.state.door.answer_deadline is not None
     assert "Exit" in kinds(agent.waits(4.0))
+
+
+def test_the_end_of_workers_that_lies_unread_counts() -> None:
+    """Ctrl-Z while they are stopped, `fg`: a line said that some might be left, stuck in the kernel."""
+    agent = Agent().registered().running()
+    agent.directed(gather=control_pb2.Gather(round=2))
+    assert agent.state.workers is Workers.STOPPING
+    assert agent.stands_still(100.0) == []
+    agent.hear(ev.WorkersStopped(1))
+    assert not [one for one in agent.did(ev.Say) if "stuck in the kernel" in one.text]
+
+
+def test_workers_that_do_not_end_are_given_up_behind_a_stop() -> None:
+    """It is waited for 5 s more, once for each stop."""
+    agent = Agent().registered().running()
+    agent.directed(gather=control_pb2.Gather(round=2))
+    assert agent.stands_still(100.0) == []
+    assert "Say" in kinds(agent.stands_still(100.0))
+    assert agent.state.workers is Workers.NONE
 
 
 def test_an_answer_that_comes_behind_a_stop_counts() -> None:

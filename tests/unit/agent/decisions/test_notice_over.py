@@ -46,6 +46,46 @@ def drain(**fields: Any) -> control_pb2.Drain:
     return control_pb2.Drain(epoch=1, reason="me leaves", run=world(), **fields)
 
 
+# ---- the agent was stopped meanwhile --------------------------------------------------------------------------------
+
+
+def test_what_came_while_the_agent_was_stopped_counts() -> None:
+    """Ctrl-Z for longer than the notice, `fg`: its alarm was heard before all that lay unread, and it left with 76."""
+    agent = saving(drain=drain())
+    assert agent.stands_still(100.0) == []
+    agent.directed(head=head(4), drain=drain())
+    is_over(agent)
+    assert left(agent) == SAFE
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_that_lengthens_a_notice_once(seconds: float) -> None:
+    """A machine that is slow all the time must come to an end, too. What is in memory is given its time."""
+    agent = Agent(release_timeout=5.0, save_timeout=seconds).registered().running()
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    assert agent.stands_still(100.0) == []
+    assert agent.waits(max(5.0, seconds) - 0.1) == []
+    assert kinds(agent.waits(0.2)) == ["StopWorkers"]
+    again = Agent(release_timeout=5.0).registered().running()
+    again.hear(ev.Signalled(signal.SIGTERM))
+    again.stands_still(100.0)
+    assert kinds(again.stands_still(100.0)) != []
+
+
+def test_a_release_that_lies_unread_counts() -> None:
+    """Its part is safe, and the master's word came while the agent was stopped."""
+    agent = saving(drain=drain())
+    agent.said(sealed=SEALED)
+    agent.hear(ev.WorkerExited(1, 0, ev.WORKER_DRAINED))
+    agent.hear(MANIFEST)
+    assert agent.state.leave is not None
+    assert agent.state.leave.release_deadline is not None
+    assert agent.did(ev.Exit) == []
+    agent.stands_still(100.0)
+    assert agent.did(ev.Exit) == []
+    assert "Exit" in kinds(agent.waits(5.1))
+
+
 # ---- committed ------------------------------------------------------------------------------------------------------
 
 

@@ -72,10 +72,19 @@ def test_a_worker_that_is_another_users_and_takes_no_place_ends_nobody(monkeypat
 def test_a_worker_that_cannot_be_started_ends_nobody(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     """Without a descriptor for it the nursery ended with a traceback, and all that trained with it."""
     nursery, agent = scene()
-    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    monkeypatch.setattr(*((socket, "socketpair") if lacks == "a descriptor" else (os, "fork")), Mock(side_effect=error))
+    error, made = OSError(errno.EMFILE, os.strerror(errno.EMFILE)), list[socket.socket]()
+    socketpair = socket.socketpair
+
+    def pair(*arguments: Any) -> tuple[socket.socket, socket.socket]:
+        if lacks == "a descriptor":
+            raise error
+        ends = socketpair(*arguments)
+        made.extend(ends)
+        return ends
+
+    monkeypatch.setattr(socket, "socketpair", pair)
+    monkeypatch.setattr(os, "fork", Mock(side_effect=error))
     nursery._report = {"own": "", "unforkable": ""}
-    before = os.listdir("/proc/self/fd")
     for ahead in (False, True):
         request: dict[str, object] = {
             "start": 7,
@@ -87,7 +96,7 @@ def test_a_worker_that_cannot_be_started_ends_nobody(monkeypatch: pytest.MonkeyP
         assert answer is not None
         assert (answer["exited"], answer["code"]) == (7, CANNOT_START)
         assert "it cannot be started: this process may have no more files open" in str(answer["failure"])
-    assert os.listdir("/proc/self/fd") == before
+    assert [end.fileno() for end in made] == ([] if lacks == "a descriptor" else [-1] * 4)
 
 
 class Real:
