@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dalsegno.protos.shortage import starting
 
 from .nursery_client import Nursery, StandbyProcess
+from .patience import waited
 from .placing import TAKE_PATIENCE_SECONDS, Placing, place_of
 from .worker_main import Assignment
 
@@ -27,7 +28,8 @@ class AheadWorkers:
 
     Args:
         on_settled: called on any thread when one of them waits for its place, or has ended.
-        patience_seconds: seconds until those that still run are given up.
+        patience_seconds: seconds until those that still run are given up. Those in which this process stands still
+            do not count.
         take_patience_seconds: seconds that a worker may take to take its place.
     """
 
@@ -42,7 +44,8 @@ class AheadWorkers:
         self._placing = Placing(take_patience_seconds)
         self._lock = threading.Lock()
         self._workers: dict[int, tuple[Nursery, Assignment, StandbyProcess]] = {}
-        self._timer: threading.Timer | None = None
+        # Set where nobody runs ahead any more for whom the patience counts.
+        self._over: threading.Event | None = None
         # Why nothing runs ahead any more.
         self._given_up = ""
         # Whether TrainingArguments are left as they are, because a script has failed where they were not.
@@ -146,12 +149,15 @@ class AheadWorkers:
 
     def _start_timer(self) -> None:
         self._stop_timer()
-        timer = threading.Timer(self._patience_seconds, self._out_of_patience)
-        timer.daemon = True
-        timer.start()
-        self._timer = timer
+        over = threading.Event()
+        threading.Thread(target=self._watch, args=(over,), name="ahead-patience", daemon=True).start()
+        self._over = over
+
+    def _watch(self, over: threading.Event) -> None:
+        if not waited(over, self._patience_seconds):
+            self._out_of_patience()
 
     def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._over is not None:
+            self._over.set()
+            self._over = None

@@ -6,11 +6,11 @@ import contextlib
 import logging
 import signal
 import threading
-import time
 
 from dalsegno.protos.contract import is_of_a_world
 
 from .nursery_client import Nursery, StandbyProcess
+from .patience import waited
 from .worker_main import Assignment
 
 __all__ = ["TAKE_PATIENCE_SECONDS", "Placing", "place_of"]
@@ -18,8 +18,6 @@ __all__ = ["TAKE_PATIENCE_SECONDS", "Placing", "place_of"]
 # Seconds that a waiting worker may take to take its place, which includes checking what it has looked at. A worker that
 # was stopped, or is stuck in the kernel, is replaced after that.
 TAKE_PATIENCE_SECONDS = 20.0
-# Between two looks. Longer between the last two: this process itself stood still, and has not heard who took a place.
-_LOOK_SECONDS, _STOOD_STILL = 1.0, 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -77,17 +75,8 @@ class Placing:
             settled.set()
 
     def _watch(self, rank: int, worker: StandbyProcess, settled: threading.Event) -> None:
-        left, look = self._patience_seconds, min(_LOOK_SECONDS, self._patience_seconds / 4)
-        while left > 0:
-            began = time.monotonic()
-            if settled.wait(look):
-                return
-            passed = time.monotonic() - began
-            # No more than it was to take: where this process stands still, nothing of that counts.
-            left -= min(passed, look)
-            if left <= 0 and passed >= look + _STOOD_STILL and settled.wait(look):
-                return
-        self._too_late(rank, worker)
+        if not waited(settled, self._patience_seconds):
+            self._too_late(rank, worker)
 
     def _too_late(self, rank: int, worker: StandbyProcess) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from ..processes.proc import kill_group
 from .ahead_workers import AHEAD_PATIENCE_SECONDS, AheadWorkers
 from .nursery_client import Nursery, StandbyProcess
 from .nursery_start import NurserySpec, StartedNursery, start_nursery
+from .patience import waited
 from .stayed_workers import StayedWorkers
 from .worker_main import Assignment
 
@@ -251,7 +252,7 @@ class StandbyPool:
 
     def _watch_imports(self, nursery: Nursery) -> None:
         """Gives up a nursery whose imports do not end in time: deadlocked, endless, or from a missing file system."""
-        settled = nursery.settled.wait(self._patience_seconds)
+        settled = waited(nursery.settled, self._patience_seconds)
         with self._lock:
             if self._closed or nursery.ready.is_set():
                 return

@@ -788,11 +788,15 @@ def test_what_native_code_writes_waits(make: Make, caplog: pytest.LogCaptureFixt
 def test_no_thread_for_it_is_no_failure(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `ulimit -u`: the node is warm all the same, and the script starts when its place is known."""
 
-    def start(timer: threading.Timer) -> None:
-        raise RuntimeError("can't start new thread")
+    started = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "ahead-patience":
+            raise RuntimeError("can't start new thread")
+        started(thread)
 
     ahead = make()
-    monkeypatch.setattr(threading.Timer, "start", start)
+    monkeypatch.setattr(threading.Thread, "start", start)
     ahead.run("import os\nprint(os.environ['RANK'])")
     assert ahead.finish() == "3\n"
 
