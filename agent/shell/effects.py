@@ -211,7 +211,8 @@ class Effects:
 
     def close(self, last_calls: float) -> None:
         """Waits at most `last_calls` seconds for unanswered calls, then ends everything."""
-        if not self.client.flush(last_calls):
+        # Without a run no master has answered yet: what waits is the registration, which nobody needs any more.
+        if self.run_id and not self.client.flush(last_calls):
             logger.warning("%d calls were not answered before the agent ended", self.client.waiting())
         self._address_watch.close()
         self.conversion.stop()

@@ -311,3 +311,16 @@ def test_what_a_leaver_holds_is_written_without_the_rest(
     assert made.written == (0,)
     assert "is not in this node's memory" in made.failure
     assert (effects.run_dir() / manifest.name / "weights").read_bytes() == b"a"
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_an_end_waits_for_answers_of_a_master_that_has_answered(
+    effects: Effects, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answered: bool
+) -> None:
+    """Before, what waits is the registration alone: a signal took 3 s longer, and the log told of a call."""
+    waits: list[float] = []
+    monkeypatch.setattr(effects.client, "flush", lambda seconds: waits.append(seconds))
+    effects.run_id = "run-0001" if answered else ""
+    effects.close(3.0)
+    assert waits == ([3.0] if answered else [])
+    assert ("calls were not answered" in caplog.text) is answered
