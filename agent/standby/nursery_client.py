@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -16,7 +17,7 @@ from dalsegno.protos.contract import WORKER_DRAINED
 from dalsegno.protos.ready import readable
 
 from ..processes.lifeline import Lifeline
-from ..processes.proc import is_stopped, kill_group
+from ..processes.proc import is_stopped, kill_group, start_time
 from .nursery import receive
 from .request_writer import RequestWriter
 from .worker_main import Assignment
@@ -292,14 +293,21 @@ class Nursery:
             workers, self._workers = list(self._workers.values()), {}
         for worker in workers:
             worker.abandon()
-        kill_group(self.process.pid)
+        self._kill()
         self._reap()
 
     def end(self) -> None:
         """Kills it, with its workers."""
-        kill_group(self.process.pid)
+        self._kill()
         if not self.single:
             self._reap()
+
+    def _kill(self) -> None:
+        """Kills its group. Once it is reaped a leader with that number is another's; without one, the group is ours."""
+        pid = self.process.pid
+        with contextlib.suppress(OSError):  # a look that fails is none
+            if self.process.returncode is None or start_time(pid) is None:
+                kill_group(pid)
 
     def _reap(self) -> None:
         try:

@@ -38,7 +38,7 @@ class Scene:
         ours, self.channel = socket.socketpair()
         self.killed = killed
         self.lifeline = MagicMock()
-        process = MagicMock(pid=pid)
+        process = self.process = MagicMock(pid=pid, returncode=None)
         process.poll.return_value = None
         before = set(threading.enumerate())
         self.said: queue.Queue[str] = queue.Queue()
@@ -117,6 +117,19 @@ def test_the_end_of_the_channel_is_the_end_of_its_workers(scene: Scene) -> None:
     scene.channel.close()
     assert worker.wait(30) == -9
     assert scene.killed == [NUMBER + 1]
+
+
+@pytest.mark.parametrize(("code", "leader", "times"), [(None, 5, 1), (1, None, 1), (1, 5, 0)])
+def test_the_group_of_a_nursery_that_was_reaped_may_be_anothers(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, code: int | None, leader: int | None, times: int
+) -> None:
+    """Nobody else gets its number while something of its group lives; but then somebody may."""
+    monkeypatch.setattr(nursery_client, "start_time", lambda pid: leader)
+    scene.process.returncode = code
+    scene.nursery.end()
+    assert scene.killed == [NUMBER] * times
+    scene.nursery.give_up()
+    assert scene.killed == [NUMBER] * 2 * times
 
 
 def test_a_process_that_cannot_be_looked_at_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
