@@ -42,7 +42,8 @@ __all__ = ["MAX_FRAME_BYTES", "WorkerLink", "to_worker"]
 MAX_FRAME_BYTES = 1 << 20
 # The most bytes that a worker may leave unread before it is cut off: about ten thousand messages of ours.
 _MAX_UNSENT_BYTES = 1 << 16
-# Limits for connections without a Hello: how many, for how many seconds, and with how many bytes.
+# Limits for connections without a Hello: how many (or two for each expected rank), for how many seconds, and with how
+# many bytes.
 _MAX_STRANGERS, _HELLO_TIMEOUT_SECONDS, _MAX_HELLO_BYTES = 64, 10.0, 1024
 # How often a connection is read whose process seems to have a successor: more often than one frame needs.
 _LAST_READS = 32
@@ -279,11 +280,15 @@ class WorkerLink:
 
     def _make_room(self) -> None:
         """Cuts the oldest of too many unknown connections, unless its Hello is there and was only not read yet."""
-        while len(self._strangers) > _MAX_STRANGERS:
+        with self._lock:
+            nproc = self._expected.nproc if self._expected is not None else 0
+        # All ranks may connect before the first says who it is, and so may what they start.
+        most = max(_MAX_STRANGERS, 2 * nproc)
+        while len(self._strangers) > most:
             oldest = next(iter(self._strangers.values()))
             self._serve_connection(oldest, selectors.EVENT_READ)
             if oldest.socket in self._strangers:
-                self._cut(oldest, f"{_MAX_STRANGERS} others came without a Hello, too")
+                self._cut(oldest, f"{most} others came without a Hello, too")
 
     def _listen_at(self, listener: socket.socket) -> None:
         self._accept()  # who came before the path was deleted

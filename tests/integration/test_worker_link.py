@@ -306,6 +306,19 @@ def test_a_crowd_that_says_nothing(listener: Listener, monkeypatch: pytest.Monke
         channel.close()
 
 
+def test_all_ranks_of_a_large_node_may_come_at_once(listener: Listener) -> None:
+    """Each says who it is a moment after it has connected: the first of them were cut."""
+    ranks = 100
+    listener.link.expect(EPOCH, FIRST, ranks)
+    channels = {rank: listener.connect() for rank in range(FIRST, FIRST + ranks)}
+    # The last one first: once it is heard, all others have been accepted.
+    for rank in sorted(channels, reverse=True):
+        channels[rank].sendall(frame(hello=worker_pb2.Hello(epoch=EPOCH, rank=rank)))
+        assert listener.next("hello")[0] == rank
+    for channel in channels.values():
+        channel.close()
+
+
 def test_a_hello_in_a_crowd_is_read(listener: Listener) -> None:
     """It came in time, and was only not read yet when a hundred others came after it."""
     busy = listener.connect()
