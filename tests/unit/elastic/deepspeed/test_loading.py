@@ -104,3 +104,33 @@ def test_bits_are_compared(dtype: torch.dtype) -> None:
     assert weights._same_bits(one, like([1.0, 0.0, torch.inf]))
     assert not weights._same_bits(one, like([1.0, -0.0, torch.inf]))
     assert not weights._same_bits(one, like([1.5, 0.0, torch.inf]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_bits_of_plain_memory_are_compared_in_place(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Whatever they stand for; what does not lie in a row, or is of another kind, is compared by torch."""
+    compared: list[int] = []
+    known = weights._memcmp
+
+    def compare(one: int, other: int, count: int) -> int:
+        compared.append(count)
+        return known(one, other, count)
+
+    monkeypatch.setattr(weights, "_memcmp", compare)
+
+    def same(one: Tensor, other: Tensor) -> tuple[bool, int]:
+        compared.clear()
+        return weights._same_bits(one, other), sum(compared)
+
+    one = torch.tensor([[torch.nan, -0.0], [2.0, 3.0]], dtype=dtype)
+    other = one.clone()
+    assert same(one, other) == (True, one.nbytes)
+    other[1, 1] = 4.0
+    assert same(one, other) == (False, one.nbytes)
+    assert same(one[:1], other[:1]) == (True, one.nbytes // 2)
+    assert same(one.T, one.clone().T) == (True, 0)
+    assert same(one, one.T.contiguous().T) == (True, 0)
+    assert same(one[:0], other[:0]) == (True, 0)
+    assert same(one, other[:1]) == (False, 0)
+    finite = torch.ones(3, dtype=dtype)
+    assert same(finite, finite.to(torch.float64 if dtype != torch.float64 else torch.float32)) == (True, 0)
