@@ -50,6 +50,7 @@ from ..universal.values import ShardedValues, UniversalValues, Values
 from .beside import PARTS
 from .checks import can_reshard, tell, why_not_reshard
 from .copies import check_names, load_parameters, load_whole_model
+from .flat import flatten_in_place
 from .loading import (
     check_groups,
     model_states_once,
@@ -186,6 +187,7 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_sc
         OSError: A file cannot be read, or this rank does not see one that the session's resume point has.
     """
     tell(engine)
+    flatten_in_place(engine)
     if resume is None:
         return {}
     with refused_together():
@@ -215,6 +217,7 @@ def restore_weights(engine: Any, resume: Resume) -> None:
         OSError: A file cannot be read.
     """
     tell(engine)
+    flatten_in_place(engine)
     with refused_together():
         _check(engine, resume)
         if engine.zero_nvme_offload_optimizer():

@@ -14,6 +14,7 @@ Run by torchrun-like environment variables; one JSON object in ``argv[1]`` says 
   ``"sizes"`` only those of them that DeepSpeed's converter survives;
   ``"outside"`` one that the optimizer does not know; ``"even"`` has groups of which every rank owns something, which
   stock DeepSpeed needs;
+- ``copies``: DeepSpeed makes all that is flat by copies, and in memory of its own, as it does by itself;
 - ``optimizer``: ``"adamw"``, ``"amsgrad"``, ``"nadam"`` or ``"sgd"`` with momentum.
 """
 
@@ -153,6 +154,8 @@ def main() -> None:
     from dalsegno.elastic.saving.staging import HostBuffers
     from dalsegno.elastic.saving.writing import write_files
 
+    if task.get("copies"):
+        in_copies()
     ours.prepare()
     fresh = "load" not in task
     torch.manual_seed(1 if fresh else 99)  # whatever a load forgets keeps values that cannot be right
@@ -227,6 +230,13 @@ def main() -> None:
         train(engine, first + task["steps"], rank, world)  # which changes what was copied
         write_files(Path(task["beside"]), files)
     cases.end(result, out)
+
+
+def in_copies() -> None:
+    """What is spared here of DeepSpeed's copies it makes again."""
+    from dalsegno.elastic.deepspeed import engine
+
+    engine.flatten_in_place = lambda made: None
 
 
 @contextlib.contextmanager
