@@ -31,7 +31,7 @@ from dalsegno.elastic.checkpoint import (
     verify_listing,
 )
 from dalsegno.elastic.checkpoint.durability import FileSystem, at_once, unwritten
-from dalsegno.elastic.checkpoint.files import BUFFER_BYTES, THREADS, checksum
+from dalsegno.elastic.checkpoint.files import READ_BYTES, THREADS, checksum
 from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.elastic.checkpoint.reading import NotRegular, is_there, size_of_regular
 from dalsegno.elastic.checkpoint.spares import make_room, take_spare
@@ -349,7 +349,7 @@ def _copy_in(source: Path, entry: FileEntry, run_dir: Path, path: Path, stopped:
 
 def _copy(source: Path, entry: FileEntry, run_dir: Path, path: Path, stopped: Callable[[], str]) -> None:
     """Writes one file aside, and sums it on the way."""
-    buffer = memoryview(bytearray(min(BUFFER_BYTES, entry.size) or 1))
+    buffer = memoryview(bytearray(min(READ_BYTES, entry.size) or 1))
     spare = take_spare(run_dir, entry.path, path)
     new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with (

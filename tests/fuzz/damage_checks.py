@@ -35,7 +35,7 @@ def check_one(place: Path, template: Template, kind: str, seed: int, number: int
     done = damage(rng, rng.choice(_PRUNED) if kind == "prune" else kind, root, template)
     # A reader that finds a small file empty waits for its writer, who does not come here; and the files are small.
     private_files.PUBLISHED_PAUSE_SECONDS = 0.001
-    checkpoint_files.BUFFER_BYTES = 1 << 12
+    checkpoint_files.READ_BYTES = 1 << 12
     try:
         KINDS[kind](rng, root, template)
     except Broken as broken:

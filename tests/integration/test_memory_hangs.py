@@ -15,7 +15,7 @@ import pytest
 
 from dalsegno.agent.memory import durable
 from dalsegno.elastic.checkpoint import Manifest, read_sealed, verify
-from dalsegno.elastic.checkpoint.files import BUFFER_BYTES, THREADS
+from dalsegno.elastic.checkpoint.files import THREADS
 from tests.support.checkpoints.memory import RUN, Node, manifest_of, nodes
 
 pytestmark = pytest.mark.timeout(120)
@@ -151,7 +151,7 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "fsync", slow)
     monkeypatch.setattr(durable, "at_once", lambda files, others: False)
-    large = {"large": bytes(6 * BUFFER_BYTES)}
+    large = {"large": bytes(4 * SLOW_BYTES)}
     small = {f"small-{number}": bytes(SLOW_BYTES // 2) for number in range(8 * THREADS)}
     with nodes(tmp_path / "nodes", 1, disk_stall_seconds=2 * STALL_SECONDS) as (one,):
         one.tier.open_epoch(RUN, 1, 0, [])

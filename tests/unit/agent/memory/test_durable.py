@@ -23,7 +23,7 @@ def test_reading_what_is_there_is_a_sign_of_life(
 
     So it is with a file of this node, and with one that another node has written.
     """
-    monkeypatch.setattr(files, "BUFFER_BYTES", PIECE)
+    monkeypatch.setattr(files, "READ_BYTES", PIECE)
     memory, run_dir = tmp_path / "memory", tmp_path / RUN
     memory.mkdir()
     manifest = manifest_of(NAME, {0: CONTENT})
