@@ -167,15 +167,26 @@ def is_wanted(state: State, step: HeldStep) -> bool:
     While a world forms disks and cores have other work.
     """
     job = state.job
-    # What the run began from goes first, if it can.
-    first = checkpoints.in_memory_alone(job)
-    known = state.live.held.steps.get(first.digest) if first is not None else None
-    if first is not None and (known is None or not known.gone):
+    if has_to_wait(state, step):
         return False
     if job.phase.has_workers:
         return is_due(job, step) or is_candidate(job, step)
     waits = job.phase is Phase.WAITING or job.ending is not None
     return waits and is_candidate(job, step)
+
+
+def has_to_wait(state: State, step: HeldStep) -> bool:
+    """What the run began from goes first. But if it cannot, another step begins, and is ended if that can be."""
+    job, held = state.job, state.live.held
+    record = checkpoints.in_memory_alone(job)
+    first = held.steps.get(record.digest) if record is not None else None
+    if record is None or first is None:
+        return record is not None
+    if first.gone or not job.phase.has_workers:
+        return not first.gone
+    in_parts = first.in_parts or first.by_parts
+    unable = is_stuck(job, first) if in_parts else first.unable and not able(first, job.nodes.values())
+    return not unable and not (held.writing == step.record.digest and not is_stuck(job, step))
 
 
 def owed(state: State) -> HeldStep | None:
@@ -311,6 +322,9 @@ def writer(state: State) -> tuple[Checkpoint, Node] | None:
     known = ((record, step) for record in in_memory if (step := live.held.steps.get(record.digest)) is not None)
     record, step = next((one for one in known if not one[1].gone), (None, None))
     if record is None or step is None:
+        return None
+    begun = live.held.steps.get(live.held.writing)
+    if begun is not None and record is checkpoints.in_memory_alone(job) and is_wanted(state, begun):
         return None
     started = job.phase.has_workers and live.epoch.first_step_at is not None
     somebody_stays = any(not node.leaving for node in job.nodes.values())

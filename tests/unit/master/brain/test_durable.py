@@ -383,6 +383,30 @@ def test_what_is_lost_holds_nothing_up_where_the_disk_is_full_for_a_while() -> N
     written(job, nodes, 12)
 
 
+def fail(nodes: list[Node], step: int, why: str) -> None:
+    """Whoever is to write this step cannot, one after the other."""
+    for node in (*nodes, *nodes):
+        if node.directive.make_durable.ref.name.startswith(f"step-{step}."):
+            node.durable(why)
+
+
+def test_what_the_run_began_from_is_not_waited_for_where_nobody_can_write_it() -> None:
+    """As where something else has its name on the disk. It is tried again, but not while another step is written."""
+    job, nodes, _ = opened_from_memory()
+    wanted(job, nodes, 12)
+    fail(nodes, 10, "step-10.e1.1 is no directory")
+    its_parts = [("step-12", [0], False), ("step-12", [1], False)]
+    assert orders(nodes) == its_parts
+    time_passes(job, nodes, ASKED_AGAIN_SECONDS + 1)
+    wanted(job, nodes, 13)
+    assert orders(nodes) == its_parts
+    fail(nodes, 12, "no space left on device")
+    assert orders(nodes) == [("step-10", [], False), NOTHING]
+    fail(nodes, 10, "step-10.e1.1 is no directory")
+    written(job, nodes, 13)
+    assert steps(job) == [13]
+
+
 def test_what_was_lost_and_is_there_again_is_written() -> None:
     """A node that was not heard for a while has it, or it lies on the disk."""
     job, nodes, made = opened_from_memory()
