@@ -42,7 +42,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(resume: ResumePoint) -> None:
     """As the Trainer's strategy does it, which takes a RuntimeError for another model's."""
-    made: Any = SimpleNamespace(module=None)
+    made: Any = SimpleNamespace(module=None, optimizer=None)
     with rejecting():
         engine.restore(made, resume)
 
@@ -158,7 +158,9 @@ def test_those_of_the_universal_form_are_counted_before_a_load_and_values_are_no
 
 def test_weights_alone_are_read_from_shards_also_where_these_were_converted(tmp_path: Path) -> None:
     resume = converted(tmp_path, MODEL, SHARD)
-    made: Any = SimpleNamespace(zero_nvme_offload_optimizer=lambda: False, zero_optimization_stage=lambda: 1)
+    made: Any = SimpleNamespace(
+        optimizer=None, zero_nvme_offload_optimizer=lambda: False, zero_optimization_stage=lambda: 1
+    )
     (resume.saved_at / SHARD).unlink()
     with pytest.raises(OSError, match=f"{SHARD} {NOT_HERE}"):
         engine.restore_weights(made, resume)
