@@ -90,6 +90,15 @@ class NoAnswer(Exception):
         return code_of(self.error) is grpc.StatusCode.UNAVAILABLE
 
 
+class NobodyAsked(NoAnswer):
+    """No master serves the directory, so that nobody was called."""
+
+    is_from_master, is_in_vain, is_away = False, True, True
+
+    def __init__(self) -> None:
+        super().__init__("", grpc.RpcError("no master serves the directory"))
+
+
 @dataclass(frozen=True)
 class JobOnDisk:
     """How a job stands whose master is gone.
@@ -157,6 +166,8 @@ class AskedMaster:
         return self._addresses != before
 
     def _call(self, method: str, request: Any, more_seconds: float) -> Any:
+        if not self._addresses:
+            raise NobodyAsked
         ways, asked, is_sent_on = self._ways(), set[tuple[str, str]](), False
         way, before = next(ways), None
         while True:
@@ -254,7 +265,10 @@ def put(options: argparse.Namespace, reply: Message, lines_of: Callable[[Any], l
 
 
 def _master_of(options: argparse.Namespace) -> tuple[list[str], Credentials]:
-    """Addresses and credentials: those given, or those in the embedded master's claim. Raises as `AskedMaster` does."""
+    """Addresses and credentials: those given, or those in the embedded master's claim. Raises as `AskedMaster` does.
+
+    No address: the claim came with a directory that was copied or moved, and its master is not asked.
+    """
     if options.master:
         files = CredentialFiles.given(options, os.environ.get(Variable.TOKEN))
         files.check()
@@ -278,9 +292,10 @@ def _claimed(options: argparse.Namespace, private: Path) -> tuple[list[str], Cre
     options.job_id = job
     file = ClaimFile(private / job)
     claim = file.read()
-    if claim is None or file.is_copied(claim):
-        of = f": it was copied from {claim.directory}, whose master is not this one's" if claim is not None else ""
-        raise ValueError(f"job {job} has no embedded master's claim in {private}{of}; use --master HOST:PORT")
+    if claim is None:
+        raise ValueError(f"job {job} has no embedded master's claim in {private}; use --master HOST:PORT")
+    if file.is_copied(claim):
+        return [], Credentials()
     return [claim.address], Credentials(read_token(private / job))
 
 

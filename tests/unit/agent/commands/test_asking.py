@@ -19,6 +19,7 @@ from dalsegno.agent.commands.asking import AskedMaster, NoAnswer
 from dalsegno.agent.commands.dalsegno import run
 from dalsegno.agent.control.claim import Claim, ClaimFile
 from dalsegno.agent.control.spawning import make_token
+from dalsegno.elastic.checkpoint import CheckpointStore
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
 from dalsegno.protos.contract import LEADER_METADATA
@@ -249,7 +250,7 @@ def test_a_wrong_number_is_named(capsys: pytest.CaptureFixture[str], words: list
 
 
 @pytest.mark.parametrize("others", [[], ["other"]], ids=["one job", "several"])
-@pytest.mark.parametrize("words", [["status"], ["stop"], ["drain", "a"], ["scale", "2"]])
+@pytest.mark.parametrize("words", [["status"], ["events"], ["stop"], ["drain", "a"], ["scale", "2"]])
 def test_a_copied_directory_has_no_master(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], others: list[str]
 ) -> None:
@@ -270,13 +271,21 @@ def test_a_copied_directory_has_no_master(
     assert asking.is_served(tmp_path / "first" / ".dalsegno" / "job")
     assert not asking.is_served(tmp_path / "copy" / ".dalsegno" / "job")
     try:
-        assert run([words[0], f"--checkpoint-dir={tmp_path / 'copy'}", "--job-id=job", *words[1:]]) == 2
+        assert run([words[0], f"--checkpoint-dir={tmp_path / 'copy'}", "--job-id=job", *words[1:]]) == 1
         assert capsys.readouterr().err == (
-            f"dalsegno: error: job job has no embedded master's claim in {tmp_path / 'copy' / '.dalsegno'}: it was"
-            f" copied from {tmp_path / 'first' / '.dalsegno' / 'job'}, whose master is not this one's; use --master"
-            " HOST:PORT\n"
+            "dalsegno: nobody runs job job just now, and nothing of it was saved: its dlrover-run command begins at"
+            " step 0\n"
         )
-        assert run([words[0], f"--checkpoint-dir={tmp_path / 'copy'}", *words[1:]]) == 2
+        # Of several jobs none has a master.
+        assert run([words[0], f"--checkpoint-dir={tmp_path / 'copy'}", *words[1:]]) == (2 if others else 1)
+        # One that has reached its end, as in an archive.
+        run_dir = tmp_path / "copy" / "job" / "run-0001"
+        run_dir.mkdir(parents=True)
+        CheckpointStore(run_dir).mark_finished(7, None)
+        ends = 0 if words[0] in ("status", "events") else 1
+        assert run([words[0], f"--checkpoint-dir={tmp_path / 'copy'}", "--job-id=job", *words[1:]]) == ends
+        told = capsys.readouterr()
+        assert "job job, run-0001: finished" in (told.out if words[0] == "status" else told.err)
         assert master.asked == 0
     finally:
         server.stop(0).wait(5)
