@@ -27,6 +27,7 @@ from ..storage.complaint import is_forbidden, of_another, user
 from ..storage.private import open_private
 from .locks import JobLocks
 from .machine import Machine, ProcessPlace
+from .spawning import TOKEN
 
 __all__ = ["Claim", "ClaimFile", "not_looked_for", "served_elsewhere"]
 
@@ -34,6 +35,8 @@ _WRITE_LOCK, _START_LOCK = "claim.lock", "start.lock"
 # Seconds.
 _WRITE_TIMEOUT_SECONDS = 10.0
 _READS, _READ_PAUSE_SECONDS = 5, 0.02
+# For longer than a FUSE mount keeps what it has seen (a second), and not as long as the counter stands still.
+_COMPARISONS, _COMPARISON_PAUSE_SECONDS = 15, 0.1
 # The most bytes of a claim, which has a few hundred.
 _MOST_READ_BYTES = 1 << 16
 # The most characters of a host name, an address or a namespace; and of a path, escaped.
@@ -188,10 +191,28 @@ class ClaimFile:
         """Whether the claim was written in another directory, of which this one is a copy: its master serves that one.
 
         One of the two that is the same tells that it is this one: another container may know it by another path, and a
-        file system may number it anew.
+        file system may number it anew. Two mounts may do both: then it can be seen at the other path.
         """
         there, here = (claim.directory, claim.inode), self.place()
-        return all(there) and all(here) and there[0] != here[0] and there[1] != here[1]
+        elsewhere = all(there) and all(here) and there[0] != here[0] and there[1] != here[1]
+        return elsewhere and not self._is_also_at(Path(claim.directory))
+
+    def _is_also_at(self, path: Path) -> bool:
+        """Whether this directory can be seen at that path, too, and not one that it was copied from.
+
+        No copy has its token at the same moment (`ctime`), unless the file system keeps no such time or it is a hard
+        link. Then the claims tell: an original's moves on.
+        """
+        other = ClaimFile(path)
+        with contextlib.suppress(OSError):
+            one, two = os.stat(self._directory / TOKEN), os.stat(path / TOKEN)
+            if (one.st_ctime_ns, one.st_mtime_ns) != (two.st_ctime_ns, two.st_mtime_ns):
+                return False
+            for _ in range(_COMPARISONS):
+                if (claim := self.read()) is not None and claim == other.read():
+                    return True
+                time.sleep(_COMPARISON_PAUSE_SECONDS)  # why: no event tells when a mount sees what another one wrote
+        return False
 
     def wait_until_free(self, closing: threading.Event) -> None:
         """Returns once the claim can be written: one that is stopped as it writes it holds its lock.

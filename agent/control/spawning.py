@@ -31,6 +31,7 @@ from ..storage.private import open_private, put_aside, read_private
 __all__ = [
     "COMMAND",
     "LOOPBACK",
+    "TOKEN",
     "MasterError",
     "SpawnedMaster",
     "TokenLostError",
@@ -51,6 +52,8 @@ COMMAND = command_of("dalsegno.master")
 _OF_A_LIMIT = ("I/O error", "File too large")
 # Its store and its log, in the job's private directory.
 _STORE, _LOG = "master.sqlite", "master.log"
+# There, too: written once.
+TOKEN = "token"
 # Seconds.
 _START_TIMEOUT_SECONDS = 60.0
 _READ_TIMEOUT_SECONDS = 30.0
@@ -76,7 +79,7 @@ def read_token(directory: Path) -> str:
         NotPrivateError: others may know it.
         OSError: it cannot be read now.
     """
-    path = directory / "token"
+    path = directory / TOKEN
     try:
         token = read_private(path, secret=True).decode("ascii", errors="replace").strip()
     except FileNotFoundError as error:
@@ -94,7 +97,7 @@ def make_token(directory: Path) -> str:
     Raises:
         NotPrivateError, OSError: see `read_token`.
     """
-    path, remark = directory / "token", ""
+    path, remark = directory / TOKEN, ""
     try:
         read_token(directory)
         return ""

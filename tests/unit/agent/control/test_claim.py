@@ -19,6 +19,7 @@ import pytest
 from dalsegno.agent.control import claim, locks
 from dalsegno.agent.control.claim import Claim, ClaimFile
 from dalsegno.agent.control.machine import LocksUnavailable, Machine, ProcessPlace
+from dalsegno.agent.control.spawning import make_token
 
 HERE = ProcessPlace("host", "boot", "pid:[1]", "net:[1]")
 CLAIM = Claim("host", "boot", 1, 2, 3, 9, "127.0.0.1:1", "pid:[1]", "net:[1]")
@@ -124,6 +125,41 @@ def test_a_copied_claim_is_another_directorys(tmp_path: Path) -> None:
     ClaimFile(copy).write(placed, threading.Event())
     assert ClaimFile(copy).read() == placed
     assert not ClaimFile(tmp_path / "gone").is_copied(placed)
+
+
+def test_a_directory_is_no_copy_of_itself_where_mounts_number_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two FUSE mounts at two paths: each agent took the other's master for another directory's, and replaced it.
+
+    One of them may see for a second what was there before the counter moved. A copy is one at once, while its claim is
+    still the same, too; also one of hard links, once the original's has moved.
+    """
+    first, second, copy, linked = (tmp_path / name for name in ("first", "second", "copy", "linked"))
+    first.mkdir()
+    make_token(first)
+    number = os.stat(first).st_ino
+    claim = replace(CLAIM, directory=str(first), inode=str(number))
+    ClaimFile(first).write(claim, threading.Event())
+    second.symlink_to(first)
+    shutil.copytree(first, copy)
+    shutil.copytree(first, linked, copy_function=os.link)
+    monkeypatch.setattr(ClaimFile, "place", lambda self: (str(self._directory), f"9{number}"))
+    assert not ClaimFile(second).is_copied(claim)
+    assert ClaimFile(copy).is_copied(claim)
+    assert ClaimFile(first).bump(claim)
+    assert ClaimFile(linked).is_copied(claim)
+    assert ClaimFile(copy).is_copied(claim)
+    read, late = ClaimFile.read, [claim] * 3
+
+    def reads(self: ClaimFile) -> Claim | None:
+        return late.pop() if self.path.parent == second and late else read(self)
+
+    monkeypatch.setattr(ClaimFile, "read", reads)
+    assert not ClaimFile(second).is_copied(claim)
+    assert late == []
+    (first / "token").unlink()
+    assert ClaimFile(second).is_copied(claim)
 
 
 def test_a_claim_that_cannot_be_written_names_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
