@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import (
@@ -146,13 +147,13 @@ class JobDirectory:
         # All nodes that see the same file say the same, whatever somebody has written into it.
         return one_line(read_private(path).decode("ascii", errors="replace"), _MAX_PROBE_BYTES)
 
-    def survey(self) -> Survey:
+    def survey(self, *, passes_over: bool = False) -> Survey:
         """For `Register`: the newest checkpoints of the runs that are not finished, and the finished runs.
 
         Raises:
-            OSError: see `surveyed`.
+            OSError: see `surveyed`, also for `passes_over`.
         """
-        found, finished = surveyed(self.runs, self._manifests)
+        found, finished = surveyed(self.runs, self._manifests, passes_over=passes_over)
         return Survey(self.probe(), tuple(found), tuple(finished[-MOST_FINISHED_RUNS:]))
 
     def look(self, run_id: str, resume: control_pb2.CheckpointRef | None, newer_than: tuple[int, int] | None) -> Survey:
@@ -189,12 +190,16 @@ class Storage:
         # Held while checkpoints are deleted, until that is told: a look at the free room waits for it.
         self.deletion, self.keeps_spares = threading.Lock(), False
 
-    def survey(self, deliver: Callable[[Survey], None], failed: Callable[[str], None]) -> None:
-        """Looks at the job's directory: once, but where it cannot be read, for some seconds (`looked_again`)."""
+    def survey(self, deliver: Callable[[Survey], None], failed: Callable[[str], None], patient: bool = True) -> None:
+        """Looks at the job's directory: once, but where it cannot be read, for some seconds (`looked_again`).
+
+        Not `patient`: of a node that was in already, and that a master without a record hears only for some seconds.
+        """
+        look = self.directory.survey if patient else partial(self.directory.survey, passes_over=True)
 
         def work() -> None:
             try:
-                survey = looked_again(self.directory.survey, self._closing)
+                survey = looked_again(look, self._closing, patient=patient)
             except OSError as error:
                 failed(unread(self.directory.root, error))
                 return

@@ -28,6 +28,7 @@ from dalsegno.elastic.checkpoint.reading import NOT_THERE, is_directory
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import run_number
 from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_UNUSABLE
+from dalsegno.protos.shortage import shortage
 
 from .complaint import FailingError, UnreadableError, is_forbidden, unreadable
 from .private import NotPrivateError
@@ -122,6 +123,7 @@ class Manifests:
 
         Raises:
             UnreadableError: see `vital`; a FailingError where no rights forbid it.
+            OSError: of a vital one: this process, or the machine, has no more of something.
         """
         for name in names:
             directory = run_dir / str(name)
@@ -131,6 +133,8 @@ class Manifests:
                 logger.debug("%s does not count: %s", name, error)
             except OSError as error:
                 if vital and error.errno not in NOT_THERE:
+                    if shortage(error):
+                        raise  # nothing is wrong with the file
                     raise unreadable(directory, error) from error
                 self.skipped(directory, error)
 
@@ -145,7 +149,7 @@ class Manifests:
                 del self._logged[next(iter(self._logged))]
 
 
-def looked_again(look: Callable[[], Survey], closing: Event) -> Survey:
+def looked_again(look: Callable[[], Survey], closing: Event, *, patient: bool) -> Survey:
     """What a look at the job's directory finds. It is repeated for about two seconds while this user may not read it.
 
     Where the file system fails it is repeated for about twenty seconds: one stale handle would cost the node for good.
@@ -153,19 +157,20 @@ def looked_again(look: Callable[[], Survey], closing: Event) -> Survey:
     Args:
         look: looks once.
         closing: set when nobody waits for it any more.
+        patient: also for a file system that fails.
 
     Raises:
         NotPrivateError: at once.
         OSError: the last look's.
     """
-    forbidden, failing = iter(_FORBIDDEN_PAUSES_SECONDS), iter(_FAILING_PAUSES_SECONDS)
+    short, failing = iter(_FORBIDDEN_PAUSES_SECONDS), iter(_FAILING_PAUSES_SECONDS if patient else ())
     while not closing.is_set():
         try:
             return look()
         except NotPrivateError:
             raise
         except OSError as error:
-            pause = next(forbidden if _is_of_rights(error) else failing, None)
+            pause = next(short if _is_of_rights(error) or shortage(error) else failing, None)
             if pause is None:
                 raise
             logger.info("the checkpoint directory is looked at again: %s", error)
@@ -178,7 +183,9 @@ def _is_of_rights(error: OSError) -> bool:
     return is_forbidden(error) or (isinstance(error, UnreadableError) and not isinstance(error, FailingError))
 
 
-def surveyed(runs: Path, manifests: Manifests) -> tuple[list[control_pb2.Checkpoint], list[str]]:
+def surveyed(
+    runs: Path, manifests: Manifests, *, passes_over: bool = False
+) -> tuple[list[control_pb2.Checkpoint], list[str]]:
     """The newest checkpoints of the runs that are not finished, and the finished runs by their numbers.
 
     Of all runs but the last it has only the newest checkpoint, which tells the run's epochs.
@@ -186,6 +193,7 @@ def surveyed(runs: Path, manifests: Manifests) -> tuple[list[control_pb2.Checkpo
     Args:
         runs: the job's directory.
         manifests: reads the manifests.
+        passes_over: see `newest_of`.
 
     Raises:
         OSError: that directory cannot be read, or that of the run that continues.
@@ -203,7 +211,7 @@ def surveyed(runs: Path, manifests: Manifests) -> tuple[list[control_pb2.Checkpo
                 finished.append(name)
             elif is_directory(run):
                 # A seal is enough, because a damaged one must be in sight to be found damaged.
-                found += newest_of(run, manifests, min(room, 1) if found else room)
+                found += newest_of(run, manifests, min(room, 1) if found else room, passes_over=passes_over)
         except OSError as error:
             # Behind a newer run it matters to nobody.
             if not found:
@@ -212,8 +220,16 @@ def surveyed(runs: Path, manifests: Manifests) -> tuple[list[control_pb2.Checkpo
     return found, finished[::-1]
 
 
-def newest_of(run_dir: Path, manifests: Manifests, most: int = MOST_CHECKPOINTS) -> list[control_pb2.Checkpoint]:
+def newest_of(
+    run_dir: Path, manifests: Manifests, most: int = MOST_CHECKPOINTS, *, passes_over: bool = False
+) -> list[control_pb2.Checkpoint]:
     """For a master that may know nothing: the newest checkpoints with their later forms, and those named as best.
+
+    Args:
+        run_dir: the run's directory.
+        manifests: reads the manifests.
+        most: of them all.
+        passes_over: what cannot be read counts as not there, unless this user may not read it.
 
     Raises:
         UnreadableError: the newest one is there, and cannot be read. Without it such a master would go back to an
@@ -225,7 +241,14 @@ def newest_of(run_dir: Path, manifests: Manifests, most: int = MOST_CHECKPOINTS)
     for source in reversed(sources):
         if len(found) >= most:
             break
-        found.update((one.ref.name, one) for one in _with_form(run_dir, source, forms, manifests, vital=not found))
+        try:
+            described = _with_form(run_dir, source, forms, manifests, vital=not found)
+        except OSError as error:
+            if not passes_over or _is_of_rights(error):
+                raise
+            manifests.skipped(run_dir / str(source), error)
+            continue
+        found.update((one.ref.name, one) for one in described)
     bests = {name for one in found.values() for name in (one.best, one.candidate)} - {"", *found}
     there = [source for source in sources if str(source) in bests]
     told = [*manifests.usable(run_dir, there[-_NEWEST:]), *found.values()]

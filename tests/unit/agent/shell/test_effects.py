@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -118,7 +119,7 @@ def test_who_cannot_register_says_so(
     monkeypatch.setattr("dalsegno.agent.shell.effects.own_process", fails)
     if not read:
         monkeypatch.setattr(survey, "_FAILING_PAUSES_SECONDS", (0.01,))
-        monkeypatch.setattr(JobDirectory, "survey", lambda directory: fails())
+        monkeypatch.setattr(JobDirectory, "survey", lambda directory, **_: fails())
     assert effects.perform(ev.Register(previous, "me"))
     event = mailbox.get(10.0)
     if not read and not previous:
@@ -128,11 +129,24 @@ def test_who_cannot_register_says_so(
     assert event.detail.startswith("this node cannot register: this process may have no more files open")
 
 
+def test_who_registers_again_does_so_at_once(effects: Effects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A master without a record listens for `--node-timeout`, 15 s: 20 s of looks at a stale handle came too late."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    registered: queue.SimpleQueue[control_pb2.RegisterRequest] = queue.SimpleQueue()
+    monkeypatch.setattr(effects.client, "register", registered.put)
+    monkeypatch.setattr(JobDirectory, "survey", fails)
+    assert effects.perform(ev.Register("before", "me"))
+    assert registered.get(timeout=2.0).probe == ""
+
+
 def test_a_new_incarnation_begins_when_the_decision_falls(effects: Effects, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when the directory has been read: what is called meanwhile is the new incarnation's."""
     order: list[str] = []
     monkeypatch.setattr(effects.client, "new_session", lambda: order.append("session"))
-    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable: order.append("survey"))
+    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable, patient: order.append("survey"))
     assert effects.perform(ev.Register("before", "me"))
     assert order == ["session", "survey"]
 
@@ -152,7 +166,7 @@ def test_a_master_without_memory_is_told_what_the_one_before_said(
     workers write it into manifests."""
     registered: list[control_pb2.RegisterRequest] = []
     monkeypatch.setattr(effects.client, "register", registered.append)
-    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable: ready(Survey("probe", (), ())))
+    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable, patient: ready(Survey("probe", (), ())))
     effects.perform(ev.Register())
     assert not registered[0].HasField("known_settings")
     effects._registered("first", control_pb2.RegisterReply(settings=control_pb2.Settings(min_nodes=1, max_nodes=1)))
@@ -180,7 +194,7 @@ def registered(effects: Effects, monkeypatch: pytest.MonkeyPatch) -> list[contro
         requests.append(copied)
 
     monkeypatch.setattr(effects.client, "register", register)
-    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable: ready(Survey("probe", (), ())))
+    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable, patient: ready(Survey("probe", (), ())))
     effects.perform(ev.Register())
     return requests
 

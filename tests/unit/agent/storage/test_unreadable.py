@@ -161,6 +161,59 @@ def test_a_registration_waits_out_a_file_system_that_fails(
         assert pauses.seconds == [1.0, 3.0, 6.0, 10.0][:ended]
 
 
+def test_who_registers_again_passes_over_what_fails(directory: JobDirectory, spoil: Close, close: Close) -> None:
+    """At once, and sees the directory still: without its probe the node would only be a spare.
+
+    What this user may not read is passed over by nobody.
+    """
+    run = directory.run("run-0001")
+    old, new = put(run, "step-1.e1.1"), put(run, "step-2.e1.1")
+    spoil(new.name)
+    storage, pauses = Storage(directory), Pauses(1000)
+    storage._closing = pauses  # type: ignore[assignment]
+    said: queue.SimpleQueue[Survey | str] = queue.SimpleQueue()
+    storage.survey(said.put, said.put, patient=False)
+    seen = said.get(timeout=30)
+    assert isinstance(seen, Survey), seen
+    assert (told(seen), seen.probe) == ({old.name}, directory.probe())
+    assert pauses.seconds == []
+    spoil()
+    close(new.name)
+    storage.survey(said.put, said.put, patient=False)
+    seen = said.get(timeout=30)
+    assert isinstance(seen, str)
+    assert seen.startswith(f"{new.name} {UNREAD}")
+    storage.close()
+    assert sum(pauses.seconds) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_limit_of_this_process_is_no_file_system_that_fails(
+    directory: JobDirectory, monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    """It is not waited for so long, and `mv` would not mend it."""
+    put(directory.run("run-0001"), "step-1.e1.1")
+
+    def starved(path: Path) -> Manifest:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(Manifest, "read", starved)
+    storage, pauses = Storage(directory), Pauses(1000)
+    storage._closing = pauses  # type: ignore[assignment]
+    said: queue.SimpleQueue[Survey | str] = queue.SimpleQueue()
+    storage.survey(said.put, said.put, patient=patient)
+    seen = said.get(timeout=30)
+    storage.close()
+    assert sum(pauses.seconds) <= 2.0 + 1e-6
+    if patient:
+        assert isinstance(seen, str)
+        assert seen.startswith("the checkpoint directory cannot be read: ")
+        assert "Too many open files" in seen
+    else:
+        assert isinstance(seen, Survey), seen
+        assert (told(seen), seen.probe) == (set(), directory.probe())
+
+
 def test_who_owns_the_directory_is_looked_at_once(directory: JobDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody changes that in a moment."""
     looks = []
