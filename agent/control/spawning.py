@@ -201,7 +201,7 @@ def start_master(
 
 def is_made(directory: Path) -> bool:
     """Whether a job's directory is there, with what its master has in it."""
-    return any((directory / name).exists() for name in ("token", _STORE))
+    return any((directory / name).exists() for name in (TOKEN, _STORE))
 
 
 def last_words(directory: Path, begin: int) -> str:

@@ -164,13 +164,13 @@ def unreadable(directory: Path, error: OSError) -> UnreadableError:
         error: what came of reading its manifest. It does not say that none is there.
     """
     if not is_forbidden(error):
-        # A rename reads nothing of it.
+        # A rename reads nothing of it. Of a run that trains elsewhere it would take the newest checkpoint.
         move = f"mv {shlex.quote(str(directory))} {shlex.quote(str(_aside(directory)))}"
         reason = error.strerror or str(error)
         failing = FailingError(
             f"{directory.name} is there, and may be the newest checkpoint, but the file system does not let it be read"
-            f" ({reason}). The run does not go on without it: mend the mount or disk, or, to go back without it:"
-            f" `{move}`; another --job-id begins anew"
+            f" ({reason}). This node does not start without it: mend the mount or disk. If other nodes cannot read it"
+            f" either, and none trains, the run goes back without it after `{move}`; another --job-id begins anew"
         )
         failing.reason = reason
         return failing

@@ -311,8 +311,9 @@ def test_a_file_system_that_fails_lets_no_run_go_back(directory: JobDirectory, s
         directory.survey()
     assert str(refused.value) == (
         f"{new.name} is there, and may be the newest checkpoint, but the file system does not let it be read"
-        " (Input/output error). The run does not go on without it: mend the mount or disk, or, to go back without it:"
-        f" `mv {run / new.name} {aside}`; another --job-id begins anew"
+        " (Input/output error). This node does not start without it: mend the mount or disk. If other nodes cannot read"
+        f" it either, and none trains, the run goes back without it after `mv {run / new.name} {aside}`; another"
+        " --job-id begins anew"
     )
     assert told(directory.look("run-0001", new.to_proto().ref, None)) == {old.name}
     (run / new.name).rename(aside)
