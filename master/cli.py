@@ -31,7 +31,7 @@ from .leadership.leader_key import LeaderKey
 from .record.descriptors import raise_limit
 from .record.etcd_calls import EtcdFiles
 from .record.etcd_store import EtcdStore, open_client
-from .record.store import SqliteStore, Store, StoreAway, StoreDamaged, StoreError, open_store
+from .record.store import SqliteStore, Store, StoreAway, StoreDamaged, StoreError, StoreUnavailable, open_store
 from .server.auth import AuthError, check_exposure, is_loopback, read_token
 from .server.garbage import collect_rarely
 from .server.job_brain import JobBrain
@@ -49,6 +49,9 @@ log = logging.getLogger(__name__)
 LONGEST_MESSAGE = 4000
 # Seconds between two tries to read a store that is away.
 STORE_PAUSE_SECONDS = 1.0
+# And between those of an embedded master at a file that cannot be read now. The agent that starts it waits for 60 s,
+# and each try may wait for a lock.
+FILE_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
 # Seconds that a member of etcd, and all of them, have for an answer about who leads: less than the key lasts.
 KEY_CALL_SECONDS, KEY_PATIENCE_SECONDS = 1.0, 2.0
 # Addresses to listen on that nobody can go to.
@@ -232,7 +235,7 @@ def _open(options: argparse.Namespace) -> tuple[Store, str]:
     manifests bring back what it knew. Raises StoreError.
     """
     try:
-        return _open_sound(options), ""
+        return _open_readable(options), ""
     except StoreDamaged as error:
         if not options.embedded:
             raise
@@ -240,6 +243,19 @@ def _open(options: argparse.Namespace) -> tuple[Store, str]:
     remark = f"{reason}: put aside as {_put_aside(options.store).name}; the job is found again from its checkpoints"
     log.warning("%s", remark)
     return _open_sound(options), remark
+
+
+def _open_readable(options: argparse.Namespace) -> Store:
+    """As `_open_sound`. An embedded master looks again for some seconds: its agent's start would end with it."""
+    for pause in FILE_PAUSES_SECONDS if options.embedded else ():
+        try:
+            return _open_sound(options)
+        except StoreAway:
+            raise
+        except StoreUnavailable as error:
+            log.warning("%s; trying again", error)
+        time.sleep(pause)  # why: nobody tells when the disk can be read again
+    return _open_sound(options)
 
 
 def _open_sound(options: argparse.Namespace) -> Store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import hashlib
@@ -12,6 +13,7 @@ import resource
 import shutil
 import sqlite3
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,11 +21,13 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.master import cli
 from dalsegno.master.brain.state import MemberState, Phase
 from dalsegno.master.record import store as store_module
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.master.record.descriptors import are_exhausted
 from dalsegno.master.record.store import (
+    LOCK_TIMEOUT_SECONDS,
     MemoryStore,
     SqliteStore,
     Store,
@@ -289,6 +293,39 @@ def test_a_page_that_cannot_be_read_now_is_no_damage(
     assert type(error.value) is kind
     assert one_line(error).endswith("move the file away to have the job found again from its checkpoints")
     assert opened(path).load() == {"a": b"state"}
+
+
+@pytest.mark.parametrize(("embedded", "fails"), [(True, 2), (True, 1000), (False, 1)])
+def test_a_jobs_own_master_looks_again_at_what_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: bool, fails: int
+) -> None:
+    """One I/O error as it starts ended the agent with 2. A service's supervisor starts the master again."""
+    path = tmp_path / "s.sqlite"
+    opened(path).close()
+    pauses: list[float] = []
+    left = iter(range(fails))
+
+    class Failing(sqlite3.Connection):
+        def execute(self, sql: str, *rest: object) -> sqlite3.Cursor:
+            if sql.startswith("PRAGMA integrity_check") and next(left, None) is not None:
+                return super().execute("SELECT ?", ("Page 4: unable to get the page. error code=266",))
+            return super().execute(sql, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Failing))
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    etcd = dict.fromkeys(("etcd_ca", "etcd_cert", "etcd_key"))
+    options = argparse.Namespace(store=f"sqlite:///{path}", job_id="job", embedded=embedded, **etcd)
+    if embedded and fails == 2:
+        store, remark = cli._open(options)
+        store.close()
+        assert (remark, len(pauses)) == ("", 2)
+    else:
+        with pytest.raises(StoreUnavailable, match="disk I/O error"):
+            cli._open(options)
+        # The agent waits for a minute, and a lock may be waited for with each look.
+        assert sum(pauses) + len(pauses) * LOCK_TIMEOUT_SECONDS < 40.0
+        assert bool(pauses) is embedded
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_store_of_another_job_or_of_something_else_is_refused(tmp_path: Path) -> None:
