@@ -22,7 +22,7 @@ def verify(options: argparse.Namespace) -> int:
     """Compares every file with its checksum, and prints a line for each checkpoint.
 
     Returns:
-        1 if one of them is damaged or cannot be read, or if there was nothing to verify in a directory of something.
+        1 if one of them is damaged or cannot be read, or if nothing was verified in a directory that is not empty.
 
     Raises:
         UsageError: It is no directory.
@@ -30,7 +30,7 @@ def verify(options: argparse.Namespace) -> int:
     directory: Path = options.directory
     one = _as_checkpoint(directory)
     if one is not None:
-        return _verify_one(one)
+        return EXIT_FINISHED if _is_intact(one) else EXIT_FAILED
     runs, code = run_directories(directory)
     if not runs and code == EXIT_FINISHED:
         if not os.listdir(directory):
@@ -38,6 +38,7 @@ def verify(options: argparse.Namespace) -> int:
             return EXIT_FINISHED
         say(f"no checkpoints in {directory}, nor in what lies one or two levels below it: nothing was verified")
         return EXIT_FAILED
+    some = False
     for run in runs:
         try:
             names = sorted(filter(is_checkpoint_name, os.listdir(run)))
@@ -46,7 +47,12 @@ def verify(options: argparse.Namespace) -> int:
             say(f"{run}: it cannot be read: {error.strerror}")
             continue
         for name in names:
-            code = _verify_one(run / name, found=True) or code
+            intact = _is_intact(run / name, found=True)
+            some = some or intact is True
+            code = EXIT_FAILED if intact is False else code
+    if not some and code == EXIT_FINISHED:
+        say(f"no sealed checkpoint in {directory}: nothing was verified")
+        return EXIT_FAILED
     return code
 
 
@@ -58,21 +64,21 @@ def _as_checkpoint(directory: Path) -> Path | None:
     return real if is_checkpoint_name(real.name) or os.path.lexists(real / MANIFEST) else None
 
 
-def _verify_one(path: Path, *, found: bool = False) -> int:
-    """Says how one is, and returns the exit code. `found`: in a run's directory, where a job may be at work."""
+def _is_intact(path: Path, *, found: bool = False) -> bool | None:
+    """Says how one is. None: it is no checkpoint (yet, or any more). `found`: where a job may be at work."""
     was_sealed = os.path.lexists(path / MANIFEST)
     try:
         checkpoint.verify(path, Manifest.read(path))
     except (CheckpointDamaged, OSError) as error:
         if found and not was_sealed and os.path.lexists(path / MANIFEST):
-            return _verify_one(path, found=found)  # just now
+            return _is_intact(path, found=found)  # sealed just now
         if found and (why := _at_work(path, was_sealed)):
             say(f"{path}: {why}")
-            return EXIT_FINISHED
+            return None
         say(f"{path}: {error}")
-        return EXIT_FAILED
+        return False
     say(f"{path}: intact")
-    return EXIT_FINISHED
+    return True
 
 
 def _at_work(path: Path, was_sealed: bool) -> str:

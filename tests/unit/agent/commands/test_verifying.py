@@ -114,6 +114,25 @@ def test_a_save_that_goes_on_is_no_damage(tmp_path: Path, capsys: Output) -> Non
     assert verify(tmp_path, capsys) == (1, f"{intact}: intact\n{lost}")
 
 
+def test_where_no_checkpoint_was_intact_nothing_was_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Of saves that were given up, and of checkpoints that are deleted meanwhile: a backup's check ended with 0."""
+    make_checkpoint(tmp_path, "step-3.e1.1")
+    (tmp_path / ".sealed" / "step-3.e1.1").unlink()
+    old, path = tmp_path / "step-3.e1.1", tmp_path / "step-4.e1.1"
+    path.mkdir()
+
+    def deletes(directory: Path, manifest: Manifest) -> None:
+        shutil.rmtree(directory)
+        checked(directory, manifest)
+
+    checked = checkpoint.verify
+    monkeypatch.setattr(checkpoint, "verify", deletes)
+    lines = f"{old}: deleted meanwhile\n{path}: not sealed: a save that goes on, or was given up\n"
+    assert verify(tmp_path, capsys) == (1, f"{lines}no sealed checkpoint in {tmp_path}: nothing was verified\n")
+
+
 @pytest.mark.parametrize("after", ["all of it", "the manifest"])
 def test_a_checkpoint_that_is_deleted_meanwhile_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output, after: str
