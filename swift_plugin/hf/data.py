@@ -18,6 +18,8 @@ from dalsegno.elastic.rank.agreement import Refusal
 IGNORED = -100
 """The label that no loss counts."""
 _LABELS = ("labels", "shift_labels")
+# In the names of models that generate and whose loss is of their own, and shifts nothing.
+_UNSHIFTED = ("XLNet", "XLM", "Flaubert", "ForCTC", "ForRNNT")
 
 
 class StepLoader:
@@ -177,13 +179,19 @@ def count_labels(inputs: Any, *, shifted: bool, name: str = "") -> int:
 
 
 def _shifts_labels(trainer: Any) -> bool:
-    """Whether the model's loss predicts each label from earlier positions, by the rule of transformers 5.19.
+    """Whether the model's loss predicts each label from earlier positions: as transformers 5.19 says it of a Trainer.
 
-    Earlier versions do not say it of a Trainer, or say it of encoder-decoders too, whose labels all count.
+    Earlier versions do not say it, or say it of encoder-decoders too, whose labels all count. All say it of no model
+    whose name tells no loss, as GPT2LMHeadModel: those that generate take that of causal models.
     """
     model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
-    shifts = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
-    return shifts and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    kind = getattr(model, "loss_type", None)
+    if kind in LOSS_MAPPING:
+        return LOSS_MAPPING[kind] is ForCausalLMLoss
+    generates = hasattr(model, "can_generate") and bool(model.can_generate())
+    return generates and not any(part in type(model).__name__ for part in _UNSHIFTED)
 
 
 def _shuffled(args: Any) -> bool:

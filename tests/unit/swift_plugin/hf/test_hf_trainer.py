@@ -24,6 +24,8 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -32,6 +34,8 @@ from transformers import (
     TrainerCallback,
     TrainerState,
     TrainingArguments,
+    XLNetConfig,
+    XLNetLMHeadModel,
 )
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState, PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -275,6 +279,24 @@ def test_labels_that_no_loss_shifts_all_count(tmp_path: Path, base: type[Any]) -
     batch = trainer.elastic_run.batch
     assert batch is not None
     assert batch.tokens == batch.n
+
+
+@pytest.mark.parametrize("kind", [GPT2LMHeadModel, XLNetLMHeadModel])
+def test_labels_are_shifted_as_a_model_does_whose_name_tells_no_loss(tmp_path: Path, kind: type[Any]) -> None:
+    """GPT-2 takes that of causal models: the first position counted, and a slice weighed more or less with its size."""
+    sizes: dict[str, Any] = {"vocab_size": 16, "n_layer": 1, "n_head": 2}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    if kind is GPT2LMHeadModel:
+        dropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config: Any = GPT2Config(**sizes, **dropped, n_positions=16, n_embd=16)
+    else:
+        config = XLNetConfig(**sizes, d_model=16, d_inner=16, dropout=0.0, summary_last_dropout=0.0)
+    found = []
+    for micro in (1, 6):
+        torch.manual_seed(2)
+        history = train(make(tmp_path / str(micro), micro=micro, model=kind(config)))
+        found.append([line["loss"] for line in history if "loss" in line])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 class Named(Tokens):
