@@ -17,7 +17,6 @@ from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest
 from dalsegno.elastic.checkpoint.errors import printable
-from dalsegno.elastic.checkpoint.reading import read_regular
 from dalsegno.protos import control_pb2, worker_pb2
 
 from ..decisions import events as ev
@@ -26,13 +25,14 @@ from .anew import Resumed
 from .asked import Growth, Request, request
 from .best_save import BestRule
 from .best_watch import BestWatch
-from .foreign import COUNTED, NOTE_BYTES, FoundUnits, Unit, shown, survey
-from .layouts import Complete, FileState, complete, damaged, number_of_unit, state_of
+from .foreign import COUNTED, FoundUnits, Unit, shown, survey
+from .layouts import Complete, FileState, complete, damaged, number_of_unit
 from .naming import is_log
+from .notes import notes_of
 from .patience import LookPatience
 from .present import extent_of, files_of, may_be_there, size_of, states_of
 from .problems import problem_of
-from .slices import Behind, SaveSlice, choose, names_it, newest_number
+from .slices import Behind, Latest, SaveSlice, choose, newest_number
 from .slots import Slots
 from .strays import strays
 from .taking import Before, Changed, Late, Origin, adopt, is_taken, save_directory, sealed_as
@@ -53,8 +53,6 @@ PATIENCE_LOOKS = 30
 MOST_MEMBERS = 16
 # The least bytes of a file that is not known for a checkpoint and may be one.
 LARGE_BYTES = 1 << 20
-# The most notes that may be a checkpoint's.
-MOST_NOTES = 64
 # Seconds between two looks when the script was asked to save, and whether somebody still waits for that.
 _LOOK_WHEN_ASKED_SECONDS = 0.25
 _BEGAN_ANEW = (
@@ -114,7 +112,7 @@ class Adopter:
         # Sizes of large files that are nobody's, as long as nothing else was found.
         self._others: dict[str, int] | None = {}
         self._said: set[str] = set()
-        self._late = late
+        self._late, self._latest = late, late.latest if late is not None else None
         if late is not None:
             self._step, self._numbers = late.step, dict(late.numbers)
             # The first node has said so.
@@ -342,7 +340,7 @@ class Adopter:
     def _consider(self, units: list[Complete], found: FoundUnits) -> bool:
         numbers = {one.unit.path: number for one in units if (number := self._number(one)) is not None}
         anew = {one.unit.path: one for one in units if self._counts_anew(one)}
-        piece = choose(units, self._known, self._numbers, self._resumed, numbers, self._step, anew)
+        piece = choose(units, self._known, self._numbers, self._resumed, numbers, self._step, anew, self._latest)
         if isinstance(piece, Behind):
             self._complain(piece.unit.path, _BEGAN_ANEW)
             return True
@@ -374,7 +372,7 @@ class Adopter:
                 if other:  # Its own word may come when the next world has been opened without this node.
                     self._tell_sealed(sealed_as(self._run_dir, piece.step, self._world.epoch))
                 return True
-        notes = () if piece.below else self._notes(piece, found)
+        notes = () if piece.below else notes_of(self._root, piece, found)
         try:
             saved_as = piece.saved_as(found.links)
             own = (piece, saved_as, self._run_dir, self._world, self._origin, notes, self._before, self._volume)
@@ -393,6 +391,7 @@ class Adopter:
         new = [file for unit in piece.changed for file in unit.files if self._known.get(file.name) != file]
         self._known = {file.name: file for file in piece.files}
         self._slots.took(piece.files)
+        self._latest = Latest(piece.newest.unit.series, piece.newest.written) if piece.below else None
         self._ranks = max(self._ranks, *(one.ranks for one in piece.changed))
         changed = {one.unit.series for one in piece.changed}
         self._numbers |= {series: number for series, number in piece.numbers if series in changed}
@@ -442,18 +441,6 @@ class Adopter:
         if all(self._known.get(file.name) == file for file in one.files):
             return self._numbers.get(one.unit.series, self._resumed.get(one.unit.series))
         return number_of_unit(self._root, one)
-
-    def _notes(self, piece: SaveSlice, found: FoundUnits) -> tuple[FileState, ...]:
-        """Small files that name it: `latest` and its like."""
-        names = []
-        for name in found.notes[:MOST_NOTES]:
-            try:
-                text = read_regular(self._root / name, NOTE_BYTES).decode()
-            except (OSError, ValueError):
-                continue
-            if names_it(text, piece.units, str(self._root)):
-                names.append(name)
-        return state_of(self._root, names)
 
     def _tell_of_others(self, found: FoundUnits) -> None:
         """Says once, at the first save, that nothing which the script saved is taken for a checkpoint."""

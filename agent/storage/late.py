@@ -22,6 +22,7 @@ from .adoption import Adopter
 from .best_save import BestRule
 from .foreign import OURS
 from .layouts import FileState, state_of
+from .slices import Latest
 from .taking import Before, Late, Origin, save_directory
 
 __all__ = ["now_at", "take_late"]
@@ -63,7 +64,9 @@ def take_late(
     if last is not None and last.saved_as is not None:
         before = Before(run_dir / last.name, _unchanged(root, run_dir / last.name, last), last.saved_as)
     numbers = dict(sealed.saved_as.numbers) if sealed is not None and sealed.saved_as is not None else {}
-    late = Late(max(step, sealed.step) if sealed is not None else step, numbers, now_at(root), time.monotonic(), since)
+    latest = None if sealed is None else _latest(run_dir, sealed)
+    step = max(step, sealed.step) if sealed is not None else step
+    late = Late(step, numbers, now_at(root), time.monotonic(), since, latest)
     adopter = Adopter(run_dir, world, origin, deliver, pattern, before, best=best, late=late)
     try:
         adopter.settle(seconds, ended_well=False)
@@ -89,6 +92,17 @@ def _read(directory: Path) -> Manifest | None:
         return Manifest.read(directory)
     except (CheckpointDamaged, OSError) as error:
         logger.debug("%s does not count: %s", directory.name, error)
+        return None
+
+
+def _latest(run_dir: Path, sealed: Manifest) -> Latest | None:
+    """None: its layout counts no steps, or it is being deleted. A copy keeps the time of its file."""
+    if sealed.saved_as is None or not sealed.saved_as.below or not sealed.saved_as.numbers:
+        return None
+    ((series, _), *_) = sealed.saved_as.numbers
+    try:
+        return Latest(series, max(os.stat(run_dir / sealed.name / entry.path).st_mtime_ns for entry in sealed.files))
+    except (OSError, ValueError):
         return None
 
 

@@ -15,7 +15,7 @@ from .foreign import COUNTED, FILES, Unit
 from .layouts import Complete, FileState
 from .naming import goes_on_from
 
-__all__ = ["Behind", "SaveSlice", "choose", "names_it", "newest_number"]
+__all__ = ["Behind", "Latest", "SaveSlice", "choose", "names_it", "newest_number"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,23 @@ class Behind:
     unit: Unit
 
 
+@dataclass(frozen=True)
+class Latest:
+    """What was taken last in this epoch, of a layout that counts steps in each name.
+
+    Attributes:
+        series: its own.
+        written: see `Complete`.
+    """
+
+    series: str
+    written: int
+
+    def follows(self, one: Complete) -> bool:
+        """Whether it was written behind another one of such a layout, whose number is of another series."""
+        return one.unit.layout in COUNTED and one.unit.series != self.series and one.written < self.written
+
+
 def choose(
     units: Sequence[Complete],
     known: Mapping[str, FileState],
@@ -91,6 +108,7 @@ def choose(
     found: Mapping[str, int],
     last: int,
     anew: Collection[str] = (),
+    latest: Latest | None = None,
 ) -> SaveSlice | Behind | None:
     """What becomes the run's next checkpoint; None: nothing is new.
 
@@ -102,6 +120,7 @@ def choose(
         found: numbers that were read from the files of units without a number in their name, by path.
         last: the last step of the run.
         anew: paths of those that are known to be newer than the resume point, although their numbers are not larger.
+        latest: what was taken last in this epoch, if it counts steps.
     """
     changed = [one for one in units if any(known.get(file.name) != file for file in one.files)]
     new: list[tuple[Complete, int | None]] = []
@@ -113,6 +132,8 @@ def choose(
             before = None
         if number is not None and before is not None and taken is None and number < before:
             return Behind(unit)
+        if latest is not None and latest.follows(one):
+            continue
         least = taken if taken is not None else before
         # The same name again is the same step. The same number in another file may be a coarse count.
         if number is None or least is None or number > least or (unit.number is None and number == least):

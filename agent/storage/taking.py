@@ -33,7 +33,7 @@ from dalsegno.elastic.checkpoint.reading import is_there
 from dalsegno.protos import control_pb2
 
 from .layouts import Complete, FileState, state_of
-from .slices import SaveSlice
+from .slices import Latest, SaveSlice
 from .volume_check import VolumeCheck
 
 __all__ = ["Before", "Changed", "Judge", "Late", "Origin", "adopt", "is_taken", "save_directory"]
@@ -86,6 +86,7 @@ class Late:
         numbers: see `SavedAs`; empty, if it had taken nothing.
         now: by the clock of the volume, in ns, when it was `at` by this process's.
         since: only what was written from then on is taken, by that clock: the first node is there, and has the rest.
+        latest: what it took last, if that counts steps.
     """
 
     step: int
@@ -93,6 +94,7 @@ class Late:
     now: int
     at: float
     since: int = 0
+    latest: Latest | None = None
 
     def stands_since(self, one: Complete) -> float:
         """When its last file was written, by this process's clock: who comes late need not see that for itself."""

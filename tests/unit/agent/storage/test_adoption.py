@@ -441,6 +441,32 @@ def test_tags_that_count_from_0_are_each_a_step(tmp_path: Path, monkeypatch: pyt
     taken.close()
 
 
+def test_of_two_tags_nothing_comes_behind_what_was_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps' tag has the larger number, and was taken for newer than the pass over the data that came later."""
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    states(tmp_path / "e1/epoch_0", *ZERO_1)
+    assert sealed_step(heard.get(timeout=20)) == 1
+    written_before(tmp_path / "e1/global_step10", tmp_path / "e1/epoch_0")
+    taken.settle(20)
+    states(tmp_path / "e1/epoch_1", *ZERO_1)
+    assert sealed_step(heard.get(timeout=20)) == 2
+    states(tmp_path / "e1/global_step20", *ZERO_1)
+    assert sealed_step(heard.get(timeout=20)) == 20
+    taken.close()
+
+
+def written_before(path: Path, other: Path) -> None:
+    """Saves a checkpoint of an earlier time than another one has."""
+    earlier = min(one.stat().st_mtime_ns for one in other.iterdir()) - 10**9
+    hidden = other.parent.parent / "hidden"
+    states(hidden, *ZERO_1)
+    for one in hidden.iterdir():
+        os.utime(one, ns=(earlier, earlier))
+    hidden.rename(path)
+
+
 @pytest.mark.slow
 def test_what_is_saved_last_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script ends in the moment after its last save; what it did not finish, or is taken already, holds nobody up."""

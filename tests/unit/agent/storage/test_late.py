@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from dalsegno.agent.storage.save_dir import Adoption
 from dalsegno.elastic.checkpoint import inventory
 from dalsegno.protos import control_pb2
 
-from .test_adoption import ORIGIN, ZERO_1, begun, sealed_step, states, world
+from .test_adoption import ORIGIN, ZERO_1, begun, sealed_step, states, world, written_before
 from .test_storage import make_checkpoint
 
 JOIN_TIMEOUT = 60.0
@@ -56,6 +57,18 @@ def test_the_last_save_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert take(tmp_path, world(1)) == []
     assert take(tmp_path, world(1)) == []
     assert steps(tmp_path) == [20, 40]
+
+
+def test_nothing_of_another_tag_comes_behind_what_was_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its larger number does not make it newer than what the first node took last, which the script has deleted."""
+    states(tmp_path / "e1/epoch_0", *ZERO_1)
+    first_node_took(tmp_path, monkeypatch, world(1), 1)
+    written_before(tmp_path / "e1/global_step10", tmp_path / "e1/epoch_0")
+    shutil.rmtree(tmp_path / "e1/epoch_0")
+    assert take(tmp_path, world(1)) == []
+    assert steps(tmp_path) == [1]
 
 
 def test_a_file_that_is_written_over_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
