@@ -422,6 +422,7 @@ def settle(decision: Decision) -> None:
     leaving.check_leave(decision)
     if not decision.state.ended:
         tell_workers(decision)
+        patience.look_often(decision)
 
 
 def report_ended(decision: Decision) -> None:

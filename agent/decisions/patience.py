@@ -8,7 +8,8 @@ from .state import AgentState, Workers
 
 # Seconds without an answer to the first registration after which people are told.
 SILENCE_SECONDS = 5.0
-# Until then it wakes at least so often; so much later than it was to wake, this process itself stood still.
+# While a deadline runs that a stop puts off, it wakes at least so often: else only what of a stop comes behind the
+# deadline would show. So much later than it was to wake, this process itself stood still.
 LOOK_SECONDS, STOOD_STILL_SECONDS = 1.0, 1.0
 
 
@@ -29,15 +30,22 @@ def leave_out_stops(decision: Decision) -> None:
     if door.answer_deadline is not None and not door.granted:
         door.granted = True
         door.answer_deadline = max(door.answer_deadline, soon)
-    if state.workers is Workers.STOPPING and not state.stop_granted:
-        state.stop_granted = True
-        state.stop_deadline = max(state.stop_deadline, soon)
+    if state.workers is Workers.STOPPING and not state.stop_granted and state.stop_deadline < soon:
+        state.stop_granted, state.stop_deadline = True, soon
     leave = state.leave
     if leave is not None and not leave.granted:
-        leave.granted = True
-        leave.deadline = max(leave.deadline, now + max(SILENCE_SECONDS, state.settings.save_timeout))
-        if leave.release_deadline is not None:
-            leave.release_deadline = max(leave.release_deadline, soon)
+        last = now + max(SILENCE_SECONDS, state.settings.save_timeout)
+        if leave.deadline < last:
+            leave.granted, leave.deadline = True, last
+        if leave.release_deadline is not None and leave.release_deadline < soon:
+            leave.granted, leave.release_deadline = True, soon
+
+
+def look_often(decision: Decision) -> None:
+    """Wakes soon while this node leaves or its workers are stopped, so that a stop of this process shows."""
+    state = decision.state
+    if state.leave is not None or state.workers is Workers.STOPPING:
+        decision.wake_at(decision.now + LOOK_SECONDS)
 
 
 def await_answer(decision: Decision) -> None:

@@ -257,12 +257,13 @@ def test_time_in_which_the_agent_was_stopped_does_not_count(at: float) -> None:
     assert "Exit" in kinds(agent.waits(4.0))
 
 
-def test_the_end_of_workers_that_lies_unread_counts() -> None:
+@pytest.mark.parametrize("behind", [2.0, 100.0])
+def test_the_end_of_workers_that_lies_unread_counts(behind: float) -> None:
     """Ctrl-Z while they are stopped, `fg`: a line said that some might be left, stuck in the kernel."""
     agent = Agent().registered().running()
     agent.directed(gather=control_pb2.Gather(round=2))
     assert agent.state.workers is Workers.STOPPING
-    assert agent.stands_still(100.0) == []
+    assert agent.stands_still(agent.state.stop_deadline - agent.now + behind) == []
     agent.hear(ev.WorkersStopped(1))
     assert not [one for one in agent.did(ev.Say) if "stuck in the kernel" in one.text]
 

@@ -49,10 +49,11 @@ def drain(**fields: Any) -> control_pb2.Drain:
 # ---- the agent was stopped meanwhile --------------------------------------------------------------------------------
 
 
-def test_what_came_while_the_agent_was_stopped_counts() -> None:
+@pytest.mark.parametrize("seconds", [12.0, 100.0])
+def test_what_came_while_the_agent_was_stopped_counts(seconds: float) -> None:
     """Ctrl-Z for longer than the notice, `fg`: its alarm was heard before all that lay unread, and it left with 76."""
     agent = saving(drain=drain())
-    assert agent.stands_still(100.0) == []
+    assert agent.stands_still(seconds) == []
     agent.directed(head=head(4), drain=drain())
     is_over(agent)
     assert left(agent) == SAFE
@@ -70,6 +71,19 @@ def test_that_lengthens_a_notice_once(seconds: float) -> None:
     again.hear(ev.Signalled(signal.SIGTERM))
     again.stands_still(100.0)
     assert kinds(again.stands_still(100.0)) != []
+
+
+def test_a_stop_that_costs_a_notice_nothing_is_not_counted() -> None:
+    """It goes on long before its end; the one that lasts until then counts."""
+    agent = Agent(release_timeout=5.0).registered().running()
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    assert agent.state.leave is not None
+    agent.state.leave.deadline = agent.now + 100.0
+    agent.waits(1.0)
+    assert agent.stands_still(10.0) == []
+    assert agent.stands_still(91.0) == []
+    assert agent.waits(4.9) == []
+    assert kinds(agent.waits(0.2)) == ["StopWorkers"]
 
 
 def test_a_release_that_lies_unread_counts() -> None:
