@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers.trainer_utils import get_last_checkpoint
+
+from dalsegno.elastic.rank.remarks import remark
 
 from .checkpoints import TRAINER_STATE, is_foreign
 from .options import Options
@@ -303,24 +306,33 @@ def _of_arguments(args: Any) -> list[tuple[bool, str, str]]:
     ]
 
 
-def refuse_other_resume(given: Any, output_dir: Path) -> None:
+def refuse_other_resume(given: Any, output_dir: Path, *, tells: bool = True) -> None:
     """Refuses a script's resume point if the run has none.
 
     What ``get_last_checkpoint`` finds of an earlier run's links, behind ``--new-run``, is none: as True it asks for
-    whatever there is to resume from.
+    whatever there is to resume from. An older one was chosen.
+
+    Args:
+        given: What the script gives to ``train()``.
+        tells: This process says so.
 
     Raises:
         ValueError: There is one.
     """
-    if given is True or (given and _is_link_in(Path(given), output_dir)):
-        given = next((path for path in sorted(output_dir.glob("checkpoint-*")) if is_foreign(path)), None)
-    if given:
+    found = given
+    if given is True or (given and _is_last_link(Path(given), output_dir)):
+        found = next((path for path in sorted(output_dir.glob("checkpoint-*")) if is_foreign(path)), None)
+    if found:
         raise ValueError(
-            f"resume_from_checkpoint: {given} is not the run's. Under dlrover-run a run resumes by itself from what it "
+            f"resume_from_checkpoint: {found} is not the run's. Under dlrover-run a run resumes by itself from what it "
             "has saved; to begin with weights that are there already, load them as the model"
         )
+    if tells and given and given is not True:
+        remark("resume_from_checkpoint: %s is an earlier run's, and is not resumed from: this run begins anew", given)
 
 
-def _is_link_in(place: Path, output_dir: Path) -> bool:
-    """Whether a run has linked its checkpoint there."""
-    return place.parent.resolve() == output_dir.resolve() and (place / TRAINER_STATE).is_symlink()
+def _is_last_link(place: Path, output_dir: Path) -> bool:
+    """Whether a run has linked its checkpoint there, and no newer one."""
+    if place.parent.resolve() != output_dir.resolve() or not (place / TRAINER_STATE).is_symlink():
+        return False
+    return Path(get_last_checkpoint(str(output_dir)) or "").name == place.name

@@ -103,7 +103,7 @@ class ElasticTrainer(SavingTrainer):
         if trial is not None:
             raise ValueError("a hyperparameter search is many runs: this cannot be trained elastically")
         if run.session.resume is None:
-            refusals.refuse_other_resume(resume_from_checkpoint, run.output_dir)
+            refusals.refuse_other_resume(resume_from_checkpoint, run.output_dir, tells=run.session.rank == 0)
         refusals.refuse_unsaved(self)
         held.note_given(self)
         del run

@@ -1238,19 +1238,30 @@ def test_a_checkpoint_that_is_not_the_runs_is_not_resumed_from(tmp_path: Path) -
         make(tmp_path).train(resume_from_checkpoint=True)
 
 
-def test_a_link_of_an_earlier_run_is_no_checkpoint_of_another_training(tmp_path: Path) -> None:
-    """A new run of a script that resumes from ``get_last_checkpoint(output_dir)``, which finds what the last left."""
-    train(make(tmp_path, max_steps=5))
+def test_a_link_of_an_earlier_run_is_no_checkpoint_of_another_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new run of a script that resumes from ``get_last_checkpoint(output_dir)``, which finds what the last left.
+
+    One that names an older one has chosen it.
+    """
+    train(make(tmp_path, max_steps=10))
     (tmp_path / "checkpoints").rename(tmp_path / "earlier")
-    for link in (tmp_path / "out/checkpoint-5").iterdir():
+    for link in [*(tmp_path / "out/checkpoint-5").iterdir(), *(tmp_path / "out/checkpoint-10").iterdir()]:
         target = tmp_path / "earlier" / link.readlink().relative_to(tmp_path / "checkpoints")
         link.unlink()
         link.symlink_to(target)
     found = get_last_checkpoint(str(tmp_path / "out"))
     assert found is not None
+    with pytest.raises(ValueError, match="checkpoint-5 is not the run's"):
+        refusals.refuse_other_resume(str(tmp_path / "out/checkpoint-5"), tmp_path / "out")
     trainer = make(tmp_path, max_steps=2)
     trainer.train(resume_from_checkpoint=found)
     assert trainer.state.global_step == 2
+    lines = [record.getMessage() for record in caplog.records if "earlier run's" in record.getMessage()]
+    assert lines == [
+        f"resume_from_checkpoint: {found} is an earlier run's, and is not resumed from: this run begins anew"
+    ]
     shutil.copytree(found, tmp_path / "out/checkpoint-7")
     with pytest.raises(ValueError, match="checkpoint-7 is not the run's"):
         refusals.refuse_other_resume(found, tmp_path / "out")
