@@ -374,11 +374,12 @@ class Nursery:
             # Whatever keeps us from a look is not the end of its workers.
             logger.warning("whether nursery %d is stopped cannot be seen, or changed: %s", pid, error)
             return
-        who = f"the process that this node's workers are forked from (process {pid})"
+        what = "is to become a worker of this node" if self.single else "this node's workers are forked from"
+        who, ends = f"the process that {what} (process {pid})", "" if self.single else ", which ends its workers, too"
         if self._stopped == 2:
             self._say(f"{who} was stopped (SIGSTOP): it is told to go on", True)
         elif self._stopped == 3:
-            self._say(f"{who} is stopped again: `kill -CONT {pid}`, or `kill -9 {pid}`", True)
+            self._say(f"{who} is stopped again: `kill -CONT {pid}`, or `kill -9 {pid}`{ends}", True)
 
     def _heard(self, message: dict[str, object]) -> None:
         if "ready" in message:

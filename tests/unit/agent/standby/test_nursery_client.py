@@ -213,10 +213,22 @@ def test_who_stops_it_again_and_again_is_told_once(stopped: Stopped, monkeypatch
     monkeypatch.setattr(nursery_client, "is_stopped", lambda pid: True)
     first, second = (stopped.scene.said.get(timeout=30) for _ in range(2))
     assert first.endswith("it is told to go on")
-    assert second.endswith(f"is stopped again: `kill -CONT {stopped.pid}`, or `kill -9 {stopped.pid}`")
+    ends = "which ends its workers, too"
+    assert second.endswith(f"is stopped again: `kill -CONT {stopped.pid}`, or `kill -9 {stopped.pid}`, {ends}")
     with pytest.raises(queue.Empty):
         stopped.scene.said.get(timeout=0.5)
     assert [sent.get(timeout=30), sent.empty()] == [signal.SIGCONT, True]
+
+
+def test_one_that_forks_nobody_is_named_as_what_it_is(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It becomes a worker itself, so nobody else ends with it."""
+    stopped.scene.nursery.single = True
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    monkeypatch.setattr(nursery_client, "is_stopped", lambda pid: True)
+    first, second = (stopped.scene.said.get(timeout=30) for _ in range(2))
+    who = f"the process that is to become a worker of this node (process {stopped.pid})"
+    assert first == f"{who} was stopped (SIGSTOP): it is told to go on"
+    assert second == f"{who} is stopped again: `kill -CONT {stopped.pid}`, or `kill -9 {stopped.pid}`"
 
 
 def test_who_is_stopped_with_its_agent_is_left_alone(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
