@@ -86,6 +86,12 @@ def let_no_thread_delay() -> None:
             log.debug("threads of the script's may hold up its end, as none can watch them: %s", error)
 
 
+def let_threads_go_on() -> None:
+    """Takes `let_no_thread_delay` back: the script has caught and shown what looked like its end, and has finished."""
+    if not is_decided():
+        _Exit.watched = False
+
+
 def is_decided() -> bool:
     """Whether the exit code is decided, so that what else goes wrong changes nothing."""
     return _Exit.code is not None
@@ -122,6 +128,8 @@ def _end_of_script() -> Callable[[], object]:
 def _end_late(script_ends: Callable[[], object]) -> None:
     """Ends the process where threads of the script's keep it behind its end. Ours write what is to be saved."""
     script_ends()
+    if not _Exit.watched:
+        return
     kept = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
     ours = [thread for thread in kept if thread.name.startswith(OURS)]
     for thread in ours:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -18,7 +19,7 @@ from dalsegno.protos import worker_pb2
 
 from .agreement import Refusal, Trouble, agree
 from .collective import Collective, OtherThread, PeerLost, check_main_thread
-from .exits import insist, is_decided, let_no_thread_delay
+from .exits import insist, is_decided, let_no_thread_delay, let_threads_go_on
 from .link import Link
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,11 @@ class Meetings:
                 else "Under dlrover-run a process trains one run: start each with a dlrover-run of its own"
             )
             raise SessionOver(f"this session is over: its run was drained or finished, at step {step}. {another}")
+
+    def finished(self) -> None:
+        """Ends the session. An error that was shown by hand before (`sys.excepthook`) was not the process's end."""
+        self.over = True
+        let_threads_go_on()
 
     @property
     def waited_for(self) -> bool:
@@ -176,7 +182,7 @@ def watch_the_end(meetings: Meetings, when_lost: Callable[[], object]) -> None:
     """
 
     def end(error: BaseException, trace: TracebackType | None) -> None:
-        if meetings.waited_for and not is_decided():
+        if meetings.waited_for and not meetings.over and not is_decided():
             # The others may be in a collective of the script's, which ends only with this process's connections.
             let_no_thread_delay()
         text = str(error) or type(error).__name__
@@ -215,7 +221,9 @@ def _do_at_the_end(end: Callable[[BaseException, TracebackType | None], None]) -
         before = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            _at_the_end[0](error, trace)
+            # A script's `threading.excepthook` may bring the error of a helper thread, which ends no process.
+            if threading.current_thread() is threading.main_thread():
+                _at_the_end[0](error, trace)
             before(kind, error, trace)
 
         sys.excepthook = hook

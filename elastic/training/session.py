@@ -486,7 +486,7 @@ class BareSession:
 
     def _part(self, apart: bool = False) -> None:
         """The last meeting: no rank closes its connections or its card while another is still in a collective."""
-        self.meetings.over = True
+        self.meetings.finished()
         if apart:
             return  # Nobody is in a collective with it any more, and closing would wait for a peer that stands still.
         try:

@@ -23,7 +23,11 @@ exits.insist(83)
 ENDS = {
     "a thread for ever": ("threading.Thread(target=work, args=(60,), name='beat').start()", "", "thread beat goes on"),
     "a save": ("threading.Thread(target=work, args=(2.5,), name='dalsegno-save').start()", "done", ""),
-    "a thread that ends": ("threading.Thread(target=work, args=(0.3,)).start()", "done", ""),
+    "a thread that ends": (
+        "exits.THREADS_SECONDS = 20.0; threading.Thread(target=work, args=(0.3,)).start()",
+        "done",
+        "",
+    ),
     "a daemon": ("threading.Thread(target=work, args=(60,), daemon=True).start()", "", ""),
     "an idle pool": ("p = ThreadPoolExecutor(2); p.submit(work, 0.0).result()", "done", ""),
     "a busy pool": ("ThreadPoolExecutor(2).submit(work, 60)", "", "thread ThreadPoolExecutor"),
@@ -69,7 +73,7 @@ from pathlib import Path
 from dalsegno.elastic.rank import exits
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.meetings import Meetings, watch_the_end
-exits.THREADS_SECONDS = 1.0
+exits.THREADS_SECONDS = float(sys.argv[5])
 log, ranks, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 class Group(Solo):
     world_size = ranks
@@ -81,33 +85,56 @@ def work():
     log.write_text(log.read_text() + "thread ")
 threading.Thread(target=work, name="beat").start()
 atexit.register(lambda: log.write_text(log.read_text() + "handler"))
-raise RuntimeError("the batch is bad")
+end = sys.argv[4]
+error = RuntimeError("the batch is bad")
+if end == "raised":
+    raise error
+if end == "a thread's":
+    threading.excepthook = lambda told: sys.excepthook(told.exc_type, told.exc_value, told.exc_traceback)
+    helper = threading.Thread(target=lambda: int("the batch is bad"))
+    helper.start()
+    helper.join()
+else:
+    sys.excepthook(RuntimeError, error, None)
+    if end == "shown, and finished":
+        meetings.finished()
 """
 
 
+GOES_ON = "the script's thread beat goes on 1 s after the script's end"
+
+
 @pytest.mark.parametrize(
-    ("ranks", "seconds", "done", "said"),
+    ("ranks", "seconds", "end", "code", "done", "said"),
     [
-        (2, 60.0, "", "the script's thread beat goes on 1 s after the script's end"),
-        (2, 0.3, "thread handler", ""),
-        (1, 2.5, "thread handler", ""),
+        (2, 60.0, "raised", 1, "", GOES_ON),
+        (2, 0.3, "raised", 1, "thread handler", ""),
+        (1, 2.5, "raised", 1, "thread handler", ""),
+        (2, 2.5, "a thread's", 0, "thread handler", ""),
+        (2, 2.5, "shown, and finished", 0, "thread handler", ""),
+        (2, 60.0, "shown", 1, "", GOES_ON),
     ],
-    ids=["for ever", "to its end", "nobody waits"],
+    ids=["for ever", "to its end", "nobody waits", "a thread's error", "shown, and finished", "shown, not finished"],
 )
 def test_a_rank_that_fails_ends_whatever_its_threads_do(
-    tmp_path: Path, ranks: int, seconds: float, done: str, said: str
+    tmp_path: Path, ranks: int, seconds: float, end: str, code: int, done: str, said: str
 ) -> None:
-    """The others wait for its connections to close. What the script does at its end it does as ever."""
+    """The others wait for its connections to close. What the script does at its end it does as ever.
+
+    An error that is only printed, where `sys.excepthook` is called by hand, ends nothing.
+    """
     log = tmp_path / "log"
     log.touch()
+    # The thread that ends has the limit for that; the others reach it soon.
+    limit = 1.0 if said or seconds > 1.0 else 20.0
     ended = subprocess.run(
-        [sys.executable, "-c", FAILS, str(log), str(ranks), str(seconds)],
+        [sys.executable, "-c", FAILS, str(log), str(ranks), str(seconds), end, str(limit)],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=40,
         check=False,
         cwd=Path(__file__).parents[4],
     )
-    assert (ended.returncode, log.read_text()) == (1, done)
-    assert "RuntimeError: the batch is bad" in ended.stderr
+    assert (ended.returncode, log.read_text()) == (code, done), ended.stderr
+    assert "the batch is bad" in ended.stderr
     assert said in ended.stderr if said else "goes on" not in ended.stderr
