@@ -29,11 +29,11 @@ _WARNED = re.compile(r"\S.*:\d+: \w*Warning: ")
 # Sequences that move the cursor of a terminal, or colour its text.
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
-# What gloo says as it aborts a rank that receives more than it waits for, and what that means.
-_APART = "op.preamble.length"
+# What gloo says as it aborts a rank that receives more than it waits for, with both sizes, and what that means.
+_APART = re.compile(r"op\.preamble\.length(?:.*?(?P<sizes>\d+ vs \d+))?")
 _IN_DIFFERENT_COLLECTIVES = (
-    "the ranks were in different collectives: some did not call what all must call (a backward pass, an evaluation,"
-    " s.sum, s.gather, s.improved, s.save)"
+    "the ranks were in different collectives, or in one with tensors of other sizes or types%s: some did not call what"
+    " all must call (a backward pass, an evaluation, s.sum, s.gather, s.improved, s.save)"
 )
 
 # Behind the words that `last_words` returns.
@@ -75,8 +75,8 @@ def without_file(words: str) -> str:
 def _words(lines: Sequence[str], code: int) -> str:
     """The line that says why, with its place in the script; empty if a signal came from outside."""
     fatal = next((line.strip() for line in reversed(lines) if line.startswith("Fatal Python error: ")), "")
-    if code < 0 and any(_APART in line for line in lines):
-        return _IN_DIFFERENT_COLLECTIVES
+    if code < 0 and (apart := next(filter(None, map(_APART.search, lines)), None)):
+        return _IN_DIFFERENT_COLLECTIVES % (f" ({apart['sizes']} bytes)" if apart["sizes"] else "")
     if code < 0 and fatal:
         return fatal[:_LONGEST_LINE]
     raised = last_raised(lines)

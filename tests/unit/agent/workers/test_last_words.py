@@ -281,8 +281,13 @@ def test_what_gloo_says_of_ranks_in_different_collectives_is_said_for_people(tmp
     path = tmp_path / "stderr.log"
     path.write_text(f"step 3\n{ENFORCED}{behind}")
     assert last_words(str(path), -6) == (
-        "the ranks were in different collectives: some did not call what all must call (a backward pass, an evaluation,"
-        f" s.sum, s.gather, s.improved, s.save) (see {path})"
+        "the ranks were in different collectives, or in one with tensors of other sizes or types (1000 vs 8 bytes):"
+        " some did not call what all must call (a backward pass, an evaluation, s.sum, s.gather, s.improved, s.save)"
+        f" (see {path})"
+    )
+    path.write_text(f"{ENFORCED.replace('1000 vs 8', 'Received')}{behind}")
+    assert last_words(str(path), -6).startswith(
+        "the ranks were in different collectives, or in one with tensors of other sizes or types: some did not"
     )
     path.write_text(f"{ENFORCED.replace('op.preamble.length <= op.nbytes', 'fd != -1')}{behind}")
     assert "collectives" not in last_words(str(path), -6)
