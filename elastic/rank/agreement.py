@@ -1,4 +1,4 @@
-"""What must be alike on all ranks of a world, compared once, before the first step.
+"""What must be alike on all ranks of a world, compared before the first step, and at the end where more is known.
 
 A rank with another seed, plan or cadence does not fail by itself: it trains samples that others train too, or waits in
 another collective than they do. So all ranks say what they were given, and if that differs all end with the same line.
@@ -47,4 +47,6 @@ def agree(
     except (OtherThread, Trouble):
         raise
     except RuntimeError as error:
-        raise PeerLost(f"another rank ended before the first step; its own output says why ({error})") from error
+        raise PeerLost(
+            f"another rank ended before it came to compare what the ranks were given; its own output says why ({error})"
+        ) from error

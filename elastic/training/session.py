@@ -235,12 +235,12 @@ class BareSession:
     # What your own loop calls, in this order for every step.
 
     def compare(self, alike: Mapping[str, Any], *, problem: str = "", final: bool = True) -> None:
-        """Checks before the first step that all ranks were given the same; otherwise none begins. Collective.
+        """Checks that all ranks were given the same; otherwise none begins, or goes on. Collective.
 
         Args:
             alike: By name, what must be the same on every rank, as plain JSON values: seeds, sizes, cadences.
                 (``Batches.alike`` has its own.) What only some ranks name is not compared.
-            problem: A reason that this rank has found why none may begin; "": none.
+            problem: A reason that this rank has found why none may go on; "": none.
             final: Another start would find it as well.
 
         Raises:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from dalsegno.elastic.rank.agreement import PART, Unlike, agree, differences, missing_part
-from dalsegno.elastic.rank.collective import GlooCollective, OtherThread, Solo
+from dalsegno.elastic.rank.collective import GlooCollective, OtherThread, PeerLost, Solo
 from dalsegno.elastic.rank.envelopes import Statement, judge
 
 
@@ -64,6 +65,18 @@ def test_a_problem_of_one_rank_is_told_to_all() -> None:
         agree(Table({}, {}, problems={1: "its disk is upside down"}), {})
     with pytest.raises(Unlike, match="seed is 1 on rank 0, 2 on rank 1"):
         agree(Table({"seed": 1}, {"seed": 2}, problems={1: "the seed was 1"}), {})
+
+
+def test_a_rank_that_ended_is_said_to_have() -> None:
+    """At any step: the ends of loops and drains compare, too."""
+
+    class Gone(Table):
+        def meet(self, said: Any, *, patience_seconds: float | None = None) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    line = "another rank ended before it came to compare what the ranks were given; its own output says why (Connection"
+    with pytest.raises(PeerLost, match=f"^{re.escape(line)}"):
+        agree(Gone({}, {}), {})
 
 
 def test_another_thread_is_not_taken_for_a_rank_that_ended() -> None:

@@ -311,7 +311,7 @@ def test_a_resume_that_cannot_be_right_is_refused(
 class Broken(DDP):
     """Its set-up ends as it waits for another rank, or as it loads."""
 
-    error: Exception = PeerLost("another rank ended before the first step")
+    error: Exception = PeerLost("another rank ended before it came to compare")
     loads = False
 
     def setup(self, *arguments: Any) -> dict[str, Any]:
