@@ -451,14 +451,8 @@ class _Run:
         Raises:
             Unlike: The ranks have not read the same of a stream. On all ranks.
         """
-        order = self._options["order"]
-        if order is not None and not order.length and not self._session.meetings.over:
-            # Where one rank's stream is shorter, it ends the loop for all, or this rank has begun anew. Saves compare
-            # it, too, but not every run saves, and another start would end there again.
-            self._session.compare({"place behind the last step in the iterable data set": asdict(self._place())})
-        saves.end_training(
-            self._session, None if self._write is None else lambda: self._save(self._measure()) is not None
-        )
+        save = None if self._write is None else lambda: self._save(self._measure()) is not None
+        saves.end_training(self._session, save, self._options["order"], self._place)
 
     def _measure(self) -> float | None:
         return None if self._metric is None else self._metric()

@@ -6,13 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dalsegno.protos.shortage import file_limit
 
-from ..checkpoint import CheckpointStore, Manifest, Ref
+from ..checkpoint import CheckpointStore, Manifest, Order, Position, Ref
 from ..checkpoint.spares import clear_spares
 from ..rank.collective import Collective
 from ..rank.exchange import Boundary
@@ -39,19 +39,31 @@ LAST_SAVE_TRIES = 27
 LAST_SAVE_PAUSE_SECONDS, LAST_SAVE_LONGEST_SECONDS = 2.0, 30.0
 
 
-def end_training(session: BareSession, save: Callable[[], bool] | None) -> None:
+def end_training(
+    session: BareSession, save: Callable[[], bool] | None, order: Order | None, place: Callable[[], Position]
+) -> None:
     """Makes the last save, and tells the agent that the training is over. Collective.
 
     Args:
         session: Is at the last step.
         save: As with `save_at_last`; None: nothing is saved.
+        order: Of the data.
+        place: Returns where they stand.
 
     Raises:
         SaveError: See `save_at_last`.
+        Unlike: The ranks have not read the same of a stream. On all ranks.
     """
     session.examination.forget()
-    if save is not None and session.step > 0:
+    save = save if session.step > 0 else None
+    if save is not None:
+        # First: what ends below ends also what is still being written.
         session.settle()
+    if order is not None and not order.length and not session.meetings.over:
+        # Where one rank's stream is shorter, it ends the loop for all, or this rank has begun anew. Saves compare it,
+        # too, but not every run saves, and another start would end there again.
+        session.compare({"place behind the last step in the iterable data set": asdict(place())})
+    if save is not None:
         _await_best(session, BEST_WAIT_SECONDS)
         save_at_last(session, save)
     session.finish()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 import random
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dalsegno.elastic import Batches, BatchPlan, Boundary, ElasticSampler, Position
+from dalsegno.elastic import Batches, BatchPlan, Boundary, ElasticSampler, Position, background
+from dalsegno.elastic.checkpoint import CheckpointStore
 from dalsegno.elastic.data.epochs import DataEpoch
 from dalsegno.elastic.data.fetching import Fetcher, Maker
 from dalsegno.elastic.data.fetching import Stream as Parts
@@ -25,9 +28,11 @@ from dalsegno.elastic.rank.envelopes import Statement, Unlike, judge
 from dalsegno.elastic.rank.exchange import Exchange, Flags
 from dalsegno.elastic.rank.meetings import Meetings
 from dalsegno.elastic.rank.reports import Reports
+from dalsegno.elastic.saving import background_save
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.loop import steps as training_steps
+from tests.unit.elastic.training.test_unsaved import opened
 
 
 class Stream(IterableDataset[Tensor]):
@@ -231,6 +236,36 @@ def test_a_stream_that_is_shorter_on_one_rank_is_no_success(length: int, alike: 
         with pytest.raises(Unlike, match=said):
             trained(length, first.compared)
     assert len(trained(37, known=37).compared) == len(first.compared) - 1
+
+
+def exhaust(batches: Iterable[Iterable[Any]]) -> None:
+    """Goes through all parts of all batches."""
+    for batch in batches:
+        list(batch)
+
+
+def test_a_save_under_way_is_finished_before_a_stream_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ends here ends all ranks, and under an agent what they still write."""
+    write = background_save.save
+
+    def slow(*given: Any, **options: Any) -> Any:
+        time.sleep(0.5)  # why: a disk that is slower than a step
+        return write(*given, **options)
+
+    def compare(alike: Any, **options: Any) -> None:
+        if any("behind the last step" in name for name in alike):
+            raise Unlike("the ranks were not started alike")
+
+    monkeypatch.setattr(background_save, "save", slow)
+    with opened(tmp_path) as session:
+        monkeypatch.setattr(session, "compare", compare)
+        batches = make(Stream(30), 12, 1, 5, 0, data_epochs=1)
+        loop = session.steps(batches, save=background(lambda: {"model.pt": {"a": 1}}), save_every=2)
+        with pytest.raises(Unlike):
+            exhaust(batch.micro_batches for batch in loop)
+        assert (session.step, [one.step for one in CheckpointStore(tmp_path).sealed()]) == (3, [2])
 
 
 @pytest.mark.slow
