@@ -363,7 +363,7 @@ class Trainer:
         def save() -> bool:
             return s.save(self._saving(), position=position, **self._save_options()) is not None
 
-        end_training(s, save if s.can_save else None, None, lambda: position)
+        end_training(s, save if s.can_save else None, self._batches.order, lambda: position)
 
     def _train(self, batch: Batch[Any]) -> None:
         strategy, loss_of, survivor = self._strategy, self.loss or _own_loss, self._opened.survivor

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from dalsegno import elastic
 from dalsegno.elastic import (
@@ -422,6 +422,34 @@ def test_the_last_save_of_a_run_that_is_stopped_is_tried_again(
     assert make(checkpoint_dir=tmp_path, **options).fit().step == 2
     assert tries == [2, 2, 2]
     assert saved_steps(tmp_path) == [2]
+
+
+class Streamed(IterableDataset[Tensor]):
+    """Points of which nobody knows the number."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (Points()[index] for index in range(LENGTH))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_run_that_is_stopped_compares_how_far_a_stream_was_read(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that ends by its steps does: nothing is saved here that would show it."""
+    compared, real = list[dict[str, Any]](), BareSession.compare
+
+    def compare(session: BareSession, alike: Any, **options: Any) -> None:
+        compared.append(dict(alike))
+        real(session, alike, **options)
+
+    monkeypatch.setattr(BareSession, "compare", compare)
+    stopping = EarlyStopping("score", patience=1)
+    options: dict[str, Any] = {"evaluator": Scripted([1.0, 2.0]), "evaluate_every": 1, "callbacks": [stopping]}
+    data = Streamed() if streamed else Points()
+    assert make(data, shuffle=not streamed, **options).fit().step == 2
+    place = {"data_epoch": 0, "samples": 2 * GLOBAL_BATCH}
+    found = [one for told in compared for name, one in told.items() if "behind the last step" in name]
+    assert found == [place] * streamed
 
 
 def test_a_value_that_is_no_number_is_never_the_best(process: Callable[[], None]) -> None:
