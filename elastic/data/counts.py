@@ -182,6 +182,21 @@ def gather_over_ranks(message: Any, device: torch.device, group: Any = None) -> 
     return [json.loads(part[:n].numpy().tobytes()) for part, n in zip(all_gather(padded), lengths, strict=True)]
 
 
+def max_over_ranks(values: Sequence[int], device: torch.device) -> list[int]:
+    """The largest of each number over the default group's ranks. Collective: one reduction; none if there is one rank.
+
+    Args:
+        values: As many on every rank; each fits into 64 bits.
+        device: As of `Counts`.
+    """
+    if world_size_of() == 1:
+        return list(values)
+    vector = torch.tensor(list(values), dtype=torch.int64, device=collective_device(device))
+    dist.all_reduce(vector, op=dist.ReduceOp.MAX)
+    found: list[int] = vector.tolist()
+    return found
+
+
 def sum_over_ranks(values: Sequence[Tensor | float], device: torch.device) -> list[float]:
     """Numbers summed in float64 over the default group's ranks, if there is one. Collective; one synchronisation."""
     parts = [v.detach().to(torch.float64) if isinstance(v, Tensor) else v for v in values]

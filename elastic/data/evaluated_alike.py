@@ -13,7 +13,7 @@ import torch
 
 from ..rank.envelopes import Refusal, Statement, Trouble, Unlike, judge
 from ..rank.meetings import is_mistake
-from .counts import gather_over_ranks, world_size_of
+from .counts import gather_over_ranks, max_over_ranks, world_size_of
 from .evaluated_samples import NOTHING, PATIENCE_SECONDS, EvaluatedSamples
 from .prints import Likeness
 from .same_data import compared
@@ -111,7 +111,10 @@ class ReadTogether:
         self.samples, self._device = 0, device
 
     def meet(self, *, end: bool) -> None:
-        """Compares how much has been read. Collective, see `compare`. Called before each batch, and at the end.
+        """Compares how much has been read. Called before each batch, and at the end.
+
+        Collective over the default group: one reduction of two numbers; where they differ `compare` follows, which says
+        who has read what.
 
         Args:
             end: This rank has read all.
@@ -119,5 +122,10 @@ class ReadTogether:
         Raises:
             Unlike: It is not the same. On all ranks.
         """
+        number = 2 * self.samples + end
+        most, least = max_over_ranks([number, -number], self._device)
+        # All ranks see the same here, so they go on to the same collective.
+        if most == -least:
+            return
         read = f"{self.samples} (its end)" if end else str(self.samples)
         compare(lambda: {"number of samples read of the iterable data set": read}, self._device)

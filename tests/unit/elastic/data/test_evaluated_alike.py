@@ -225,6 +225,21 @@ def test_streams_that_are_the_same(ranks: Callable[[int], Ranks]) -> None:
         assert found == [pytest.approx(wanted(length)) if length else {}] * 2
 
 
+def test_a_batch_of_a_stream_costs_one_collective(ranks: Callable[[int], Ranks]) -> None:
+    """Of two numbers, as long as the ranks read the same; and its end another one. One rank alone meets nobody."""
+    calls = []
+    for batches in (1, 5):
+        world = ranks(2)
+        world.evaluate(lambda rank, batches=batches: {"dataset": Stream(Numbers(8 * batches))})
+        calls.append([(name, shape) for name, shape, _ in world.calls[0]])
+    one = ("all_reduce", (2,))
+    assert [made.count(one) for made in calls] == [2, 6]
+    assert [made for made in calls[1] if made != one] == [made for made in calls[0] if made != one]
+    alone = ranks(1)
+    alone.evaluate(lambda rank: {"dataset": Stream(Numbers(20))})
+    assert alone.calls == [[]]
+
+
 def test_a_stream_beside_a_data_set(ranks: Callable[[int], Ranks]) -> None:
     """They do not end alike."""
     world = ranks(2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from dalsegno.elastic.data.evaluator import Interrupted, shares, to_device
 
 class Threads:
     """Stands for ``torch.distributed``: each rank is a thread. Notes what each of them calls, and with what shapes."""
+
+    ReduceOp = dist.ReduceOp
 
     def __init__(self, world_size: int) -> None:
         self.world_size, self.calls = world_size, [[] for _ in range(world_size)]  # type: ignore[var-annotated]
@@ -56,8 +59,9 @@ class Threads:
         self._barrier.wait()
         return found
 
-    def all_reduce(self, tensor: Tensor, group: Any = None) -> None:
-        tensor.copy_(torch.stack(self._meet("all_reduce", tensor)).sum(0))
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        met = torch.stack(self._meet("all_reduce", tensor))
+        tensor.copy_(met.sum(0) if op == dist.ReduceOp.SUM else met.amax(0))
 
     def all_gather(self, parts: list[Tensor], tensor: Tensor, group: Any = None) -> None:
         for part, found in zip(parts, self._meet("all_gather", tensor), strict=True):
