@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from dalsegno.protos import control_pb2
 
 from . import checkpoints
-from .holders import able, has_holder, holders, is_there, is_whole, suffices, unaccounted, who_looks
+from .holders import able, has_holder, holders, is_there, is_whole, missing, suffices, unaccounted, who_looks
 from .live import HeldStep, SharedLine, State, Unwritten
 from .membership import in_rank_order
 from .memory import is_candidate, is_due, is_gone
@@ -141,8 +141,10 @@ def note_what_is_gone(turn: Turn) -> None:
         if record.digest not in held.steps and record is not job.checkpoints.head:
             continue
         step = held.step(record)
-        before, step.gone = step.gone, is_gone(turn, record)
-        if step.gone and not before:
+        # What somebody holds, and cannot write just now, is tried again.
+        step.gone = is_gone(turn, record) and not step.written.issuperset(missing(job, step))
+        if step.gone and not step.gone_said:
+            step.gone_said = True
             turn.notice(
                 f"a part of {record.name} is in no memory any more, nor on the disk: newer steps go there", True
             )

@@ -204,8 +204,9 @@ class HeldStep:
     doubted: bool = False
     # Since when a part of it has had no holder, by the listening clock, if it is the resume point.
     missing_since: float | None = None
-    # It is so for good, as far as all nodes can say, while a world trains: nothing waits for it.
+    # It is so for good, as far as all nodes can say, while a world trains: nothing waits for it. People know.
     gone: bool = False
+    gone_said: bool = False
     # It must be on the disk before a world can open.
     urgent: bool = False
     # Nodes cannot fetch it from each other: each writes what it has.

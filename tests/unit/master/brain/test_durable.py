@@ -383,6 +383,24 @@ def test_what_is_lost_holds_nothing_up_where_the_disk_is_full_for_a_while() -> N
     written(job, nodes, 12)
 
 
+def test_what_is_somewhere_is_not_said_to_be_lost_where_the_disk_is_full_for_a_while() -> None:
+    """One part is on the disk alone, and who has the others cannot write just now. Others wait no longer for it."""
+    job, nodes, made = opened_from_memory()
+    for node in nodes:
+        node.holds(made, 0, 2)
+    job.wait(4)
+    next(node for node in nodes if node.directive.make_durable.look).durable()
+    wanted(job, nodes, 12)
+    for _ in range(6):
+        for node in (*nodes, *nodes):
+            if node.directive.make_durable.ref.name:
+                node.durable("no space left on device")
+        time_passes(job, nodes, ASKED_AGAIN_SECONDS + 1)
+    assert LOST not in job.notices
+    fail(nodes, 10, "no space left on device")
+    written(job, nodes, 12)
+
+
 def fail(nodes: list[Node], step: int, why: str) -> None:
     """Whoever is to write this step cannot, one after the other."""
     for node in (*nodes, *nodes):
