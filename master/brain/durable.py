@@ -141,8 +141,10 @@ def note_what_is_gone(turn: Turn) -> None:
         if record.digest not in held.steps and record is not job.checkpoints.head:
             continue
         step = held.step(record)
+        # A node that comes does not undo it before it has said that it holds the part.
+        gone = is_gone(turn, record) or step.gone
         # What somebody holds, and cannot write just now, is tried again.
-        step.gone = is_gone(turn, record) and not step.written.issuperset(missing(job, step))
+        step.gone = gone and not step.written.issuperset(missing(job, step))
         if step.gone and not step.gone_said:
             step.gone_said = True
             turn.notice(

@@ -16,7 +16,7 @@ from dalsegno.master.brain.events import StreamOpened
 from dalsegno.master.brain.memory import MOST_STEPS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2 as pb
-from tests.support.jobs.masters import Driven, Node
+from tests.support.jobs.masters import PROBE, Driven, Node
 
 from .test_memory import in_memory, joins, newcomer, started
 
@@ -398,6 +398,27 @@ def test_what_is_somewhere_is_not_said_to_be_lost_where_the_disk_is_full_for_a_w
         time_passes(job, nodes, ASKED_AGAIN_SECONDS + 1)
     assert LOST not in job.notices
     fail(nodes, 10, "no space left on device")
+    written(job, nodes, 12)
+
+
+def test_what_is_lost_stays_lost_when_a_node_comes() -> None:
+    """It may hold a part, and says so if it does: until then nobody tries in vain to write what lacks that."""
+    job, nodes, made = opened_from_memory()
+    for node in nodes:
+        node.holds(made, 0, 2)
+    time_passes(job, nodes, 6)
+    assert job.notices.count(LOST) == 1
+    other = Node(job, "incarnation-9", probe=PROBE)
+    job.nodes.append(other)
+    assert other.register(host="host-9", peer_address="10.0.0.9:7").code == "OK"
+    job.wait(0.5)
+    assert orders([*nodes, other]) == [NOTHING] * 3
+    wanted(job, nodes, 12)
+    for _ in range(6):
+        assert orders(nodes) == [("step-12", [0], False), ("step-12", [1], False)]
+        time_passes(job, nodes, 2)
+    assert job.notices.count(LOST) == 1
+    other.holds(made, 1)
     written(job, nodes, 12)
 
 
