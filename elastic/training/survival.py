@@ -13,6 +13,7 @@ Then another thread saves. The main one can change nothing meanwhile: as soon as
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -20,9 +21,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from ..checkpoint import Position
+from ..checkpoint.errors import is_full
 from ..rank import rng
 from ..rank.exits import Stays, end_at_once
 from ..rank.interrupt import Interrupt
+from ..rank.remarks import remark
 from ..saving.content import Content
 from .cards import Cards
 from .held_state import HeldState, held_by
@@ -87,6 +90,8 @@ class Survival:
         # The checksum of the last look, until it is compared; changes are seen, as that has shown; all ranks hold it.
         self._probe, self._proved, self._alike = "", False, False
         self._called = self._saving = False
+        # People know that it has no room.
+        self._refused = False
         # Where the state lies, if not in the host's memory; and whether the last step began behind its gradients.
         self._cards: Cards | None = None
         self._pace = Pace()
@@ -308,10 +313,28 @@ class Survival:
         # Whatever it is, this process is about to end, and its own error says more.
         except Exception as error:
             why = str(error) or type(error).__name__
+            if is_full(error):
+                self._say_no_room(error)
         finally:
             self._saving = False
         log.debug("the last boundary is not saved by this rank: %s", why)
         return False
+
+    def _say_no_room(self, error: OSError) -> None:
+        """Once, although it is tried again until this process ends. What is lost for that would have no other line."""
+        if self._mark is None or self._refused:
+            return
+        # Where this comes in the middle of a print there can be no other one, and it is called again.
+        with contextlib.suppress(RuntimeError):
+            remark(
+                "a peer is lost, and rank %d has no room to save step %d by itself: %s. If no other rank saves it, the"
+                " steps since the last checkpoint are made again. Give each node room for one whole state more, in"
+                " --memory-budget, /dev/shm and the machine's or container's memory",
+                self._session.rank,
+                self._mark.boundary.step,
+                error.strerror or error,
+            )
+            self._refused = True
 
     def _write(self, stays: bool) -> None:
         held, mark, session = self._held, self._mark, self._session

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -107,6 +109,67 @@ def test_it_may_once_it_was_shown_that_changes_are_seen() -> None:
     loop.begin()
     loop.lost()
     assert loop.saved == [(2, Position(0, 2))]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_line_says_that_it_had_no_room(
+    number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are lost, and nothing else tells of it. It is tried again and again, and said once."""
+    monkeypatch.setenv(Variable.SOCKET, "there")
+    loop = Loop(rank=1)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, "2.0 MB of the 2.0 MB of --memory-budget are in use", "/dev/shm/run-0001")
+
+    loop.session.survivor.save = full
+    loop.step(2)
+    loop.begin()
+    assert capsys.readouterr().out == ""
+    for _ in range(3):
+        loop.lost()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "rank 1 has no room to save step 2 by itself: 2.0 MB of the 2.0 MB of --memory-budget are in use" in line
+    assert "one whole state more" in line
+
+
+def test_what_else_fails_is_not_said_to_be_a_lack_of_room(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(Variable.SOCKET, "there")
+    loop = Loop()
+
+    def gone(*_: object, **__: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/dev/shm/run-0001")
+
+    loop.session.survivor.save = gone
+    loop.step(2)
+    loop.begin()
+    loop.lost()
+    assert capsys.readouterr().out == ""
+
+
+def test_the_line_is_said_again_where_it_came_in_the_middle_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread is called between any two instructions, and a print is not begun within a print."""
+    said: list[object] = []
+
+    def say(*what: object) -> None:
+        said.append(what)
+        if len(said) == 1:
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
+
+    monkeypatch.setattr(survival, "remark", say)
+    loop = Loop()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    loop.session.survivor.save = full
+    loop.step(2)
+    loop.begin()
+    for _ in range(3):
+        loop.lost()
+    assert len(said) == 2
 
 
 def test_a_boundary_without_an_optimizers_step_is_not_trusted() -> None:
