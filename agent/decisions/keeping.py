@@ -46,12 +46,15 @@ def end_workers(decision: Decision) -> None:
 
 
 def writes(decision: Decision, rank: int, *, stays: bool) -> None:
-    """A rank saves what it holds; ``stays``: its process then waits for a place in the next world."""
+    """A rank saves what it holds; ``stays``: its process then waits for a place in the next world.
+
+    Only its first word gives it time: one that is refused, as where there is no room, begins again and again.
+    """
     epoch = decision.state.epoch
     if stays:
         epoch.own_save = replace(epoch.own_save, stayers=epoch.own_save.stayers | {rank})
     until = epoch.own_save.until
-    if until is not None:
+    if until is not None and rank not in epoch.own_save.writers:
         until = max(until, decision.now + WRITE_SECONDS)
     epoch.own_save = replace(epoch.own_save, writers=epoch.own_save.writers | {rank}, until=until)
 

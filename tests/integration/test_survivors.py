@@ -129,3 +129,22 @@ def test_behind_the_optimizers_step_nothing_is_saved_but_a_whole_step(jobs: Clus
     assert job.change(second).resumed == 15
     end(job, undisturbed)
     job.assert_lost({second: range(1, last)})
+
+
+@pytest.mark.full
+def test_without_room_a_line_says_why_steps_are_lost(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """Nothing else tells of it: the run goes back to an older checkpoint, and soon, although the rank tries again."""
+    told = {"DALSEGNO_TEST_STEPS": str(FREE), "DALSEGNO_TEST_STANDS": "before"}
+    flags = ("--quiet-time=60", "--memory-budget=1KB")
+    job = jobs(nnodes="1:2", training=TRAINING, script_flags=FLAGS, agent_flags=flags, agent_environment=told)
+    first = job.open("a", "b")
+    last = stood_still(job, first)
+    stays, goes = job.member(0), job.member(1)
+    job.kill_node(goes)
+    second = job.wait_world(1, after=first)
+    assert job.change(second).resumed < last
+    said = [line for line in stays.text().splitlines() if "has no room to save step" in line]
+    assert any(f"rank 0 has no room to save step {last} by itself" in line for line in said), said
+    assert "--memory-budget are in use" in said[0]
+    end(job, undisturbed)
+    job.assert_lost({second: range(1, last + 1)})

@@ -65,6 +65,31 @@ def test_who_writes_has_longer() -> None:
     assert agent.did(ev.StopWorkers)
 
 
+def test_who_begins_again_and_again_has_no_longer() -> None:
+    """It has no room: it is refused each time, and tries again until it ends."""
+    agent = training(True)
+    agent.directed(gather=GATHER)
+    for _ in range(4):
+        agent.said(keeping=worker_pb2.Keeping(step=5))
+        agent.waits((WRITE_SECONDS - 0.4) / 4)
+    assert not agent.did(ev.StopWorkers)
+    agent.said(keeping=worker_pb2.Keeping(step=5))
+    agent.waits(0.5)
+    assert agent.did(ev.StopWorkers)
+
+
+def test_who_begins_behind_one_that_has_no_room_has_as_long() -> None:
+    agent = training(True, True)
+    agent.directed(gather=GATHER)
+    agent.said(keeping=worker_pb2.Keeping(step=5))
+    agent.waits(5)
+    agent.said(1, keeping=worker_pb2.Keeping(step=5))
+    agent.waits(WRITE_SECONDS - 0.1)
+    assert not agent.did(ev.StopWorkers)
+    agent.waits(0.2)
+    assert agent.did(ev.StopWorkers)
+
+
 def test_nobody_waits_for_one_that_has_sealed() -> None:
     agent = training(True)
     agent.directed(gather=GATHER)
