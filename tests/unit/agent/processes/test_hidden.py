@@ -95,6 +95,7 @@ def test_a_master_that_cannot_be_looked_at_is_another_users(hidden: set[int], ch
     embedded: Any = object.__new__(EmbeddedMaster)
     embedded._machine, embedded._place = Machine(), None
     embedded._inquiry = SimpleNamespace(ask=lambda address: grpc.StatusCode.UNAVAILABLE)
+    embedded._claims = SimpleNamespace(is_copied=lambda claim: False)
     claim: Any = SimpleNamespace(
         address="localhost:1",
         pid=child,

@@ -65,7 +65,7 @@ def test_damage_ends_no_job(
     def load() -> None:
         with resume.loading() as files:
             if place == "engine":
-                engine.restore(SimpleNamespace(module=None), files)
+                engine.restore(SimpleNamespace(module=None, optimizer=None), files)
             elif place == "kind":
                 beside.BesideEngine(None, {}).begins_anew(files, weights_only=False)
             else:
