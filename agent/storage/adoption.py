@@ -55,6 +55,8 @@ MOST_MEMBERS = 16
 LARGE_BYTES = 1 << 20
 # Seconds between two looks when the script was asked to save, and whether somebody still waits for that.
 _LOOK_WHEN_ASKED_SECONDS = 0.25
+# So much longer, and this process itself was stopped (Ctrl-Z); then so long for a look at what was saved meanwhile.
+_STOOD_STILL_SECONDS, _BEHIND_A_STOP_SECONDS = 1.0, 5.0
 _BEGAN_ANEW = (
     "it is older than the resume point, and is not taken: the script did not load what ${resume_dir} and "
     "DALSEGNO_RESUME_DIR name, or it has begun to count anew since then"
@@ -161,15 +163,20 @@ class Adopter:
         """Waits until what the script saved when it was asked is taken, for at most `timeout_seconds`.
 
         That may be a save which was due anyway. If the script is writing another one by then, that is waited for, too.
+        Where this process was stopped meanwhile, what was saved then gets a few looks more, once.
 
         Args:
             over: whether it is not worth waiting any more.
         """
-        deadline = time.monotonic() + timeout_seconds
+        began = time.monotonic()
+        deadline, granted = began + timeout_seconds, False
         with self._news:
-            while not self._at_rest and not self._closing and (left := deadline - time.monotonic()) > 0 and not over():
+            while not self._at_rest and not self._closing and (left := deadline - began) > 0 and not over():
                 # why: the end of a process is no event here.
                 self._news.wait(min(left, _LOOK_WHEN_ASKED_SECONDS))
+                last, began = began, time.monotonic()
+                if began - last >= _LOOK_WHEN_ASKED_SECONDS + _STOOD_STILL_SECONDS and not granted:
+                    granted, deadline = True, max(deadline, began + _BEHIND_A_STOP_SECONDS)
             return self._met
 
     @property

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -614,6 +615,31 @@ def test_only_a_save_that_was_begun_later_answers(runs: Callable[..., Run]) -> N
     assert time.monotonic() - begun < 40, "nothing more was under way"
     assert run.sealed().step == 21
     assert run.taken.met
+    run.taken.close()
+
+
+@pytest.mark.slow
+def test_what_was_saved_while_the_agent_was_stopped_answers(
+    runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-Z until behind the notice, `fg`: it said that the script did not save, and ended it before it had looked."""
+    clock = MagicMock()
+    clock.monotonic = lambda: time.monotonic() + (100.0 if stopped.is_set() else 0.0)
+    stopped, answers = threading.Event(), queue.Queue[bool]()
+    monkeypatch.setattr(adoption, "time", clock)
+    run = runs()
+    run.next()
+    save(run.out / "step_10" / "model.pt")
+    run.sealed()
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.3)
+    run.taken.request()
+    threading.Thread(target=lambda: answers.put(run.taken.wait_met(30, lambda: False)), daemon=True).start()
+    save(run.out / "step_20" / "model.pt")
+    with pytest.raises(queue.Empty):
+        answers.get(timeout=0.3)
+    stopped.set()
+    assert answers.get(timeout=30)
+    assert run.sealed().step == 20
     run.taken.close()
 
 
