@@ -99,7 +99,7 @@ ORDER_PLANTS: dict[str, Plant] = dict(
             "committed steps grow",
             suits=_stopped,
         ),
-        plant(orders, "order_to_go", tells_no_node_to_go, "liveness", suits=_stopped),
+        plant(orders, "order_to_go", tells_no_node_to_go, "liveness", suits=_stopped, first=1200),
         plant(
             milestones,
             "not_committed",
