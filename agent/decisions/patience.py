@@ -35,7 +35,8 @@ def leave_out_stops(decision: Decision) -> None:
     leave = state.leave
     if leave is not None and not leave.granted:
         last = now + max(SILENCE_SECONDS, state.settings.save_timeout)
-        if leave.deadline < last:
+        # Only one that is over, or nearly: the machine goes at its own time, and what is left of a notice is not ours.
+        if leave.deadline < soon:
             leave.granted, leave.deadline = True, last
         if leave.release_deadline is not None and leave.release_deadline < soon:
             leave.granted, leave.release_deadline = True, soon

@@ -86,6 +86,17 @@ def test_a_stop_that_costs_a_notice_nothing_is_not_counted() -> None:
     assert kinds(agent.waits(0.2)) == ["StopWorkers"]
 
 
+def test_a_stop_within_a_notice_lengthens_no_notice() -> None:
+    """The machine goes when it has said so, however long a save of this run may take."""
+    agent = Agent(save_timeout=45.0).registered().running()
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    assert agent.state.leave is not None
+    deadline = agent.state.leave.deadline = agent.now + 30.0
+    agent.waits(1.0)
+    assert agent.stands_still(6.0) == []
+    assert agent.state.leave.deadline == deadline
+
+
 def test_a_release_that_lies_unread_counts() -> None:
     """Its part is safe, and the master's word came while the agent was stopped."""
     agent = saving(drain=drain())
