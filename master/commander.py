@@ -114,8 +114,10 @@ class Commander:
             why = f"{file.run_id} had port {last} last ({self._port_file(file)}), and something else has it now"
             raise BindError(f"{why}: end the other Commander if there is one, or choose a --port") from error
         if not self._options.port:
-            port = server.address.rpartition(":")[2]
-            self._port_file(file).write_text(f"{port}\n", encoding="utf-8")
+            port = int(server.address.rpartition(":")[2])
+            # A full disk or a kill in the middle of it would lose the port that agents know.
+            if port != self._last_port(file):
+                self._port_file(file).write_text(f"{port}\n", encoding="utf-8")
 
     def _last_port(self, file: RunFile) -> int:
         with contextlib.suppress(OSError, ValueError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -93,3 +95,25 @@ def test_the_run_file_decides_not_the_agents(tmp_path: Path) -> None:
         timeouts.append(reply.message.settings.node_timeout)
         rows = JobCodec.everything(state.job)
     assert timeouts == [20.0, 40.0]
+
+
+class Started:
+    """A master that listens."""
+
+    def __init__(self, port: int) -> None:
+        self.address = f"127.0.0.1:{port}"
+
+    async def start(self) -> None:
+        """At once."""
+
+
+def test_a_port_that_is_noted_is_not_written_again(tmp_path: Path) -> None:
+    """A full disk, or a kill in the middle, would lose what agents that run know."""
+    path, noted = run_file(tmp_path), tmp_path / "c.my-run.port"
+    commander = Commander([path], f"sqlite:///{tmp_path}/c.db", ServerOptions(port=0), wait=never)
+    file = read_run_file(path)
+    asyncio.run(commander._start(Started(4711), file))  # type: ignore[arg-type]
+    assert noted.read_text() == "4711\n"
+    os.utime(noted, (1, 1))
+    asyncio.run(commander._start(Started(4711), file))  # type: ignore[arg-type]
+    assert (noted.read_text(), noted.stat().st_mtime) == ("4711\n", 1)
