@@ -196,7 +196,11 @@ class Mirror:
         before, self._pace = self._pace, due.begun(self._pace)
         try:
             snapshot = _with_low_priority(lambda: freeze(source, self._root, file.run_id, file.manifest, metrics))
-        except (CheckpointDamaged, OSError) as error:
+        except (
+            CheckpointDamaged,
+            OSError,
+            ValueError,
+        ) as error:  # ValueError: a file's name that no milestone can have
             if not (source / MANIFEST).exists():
                 self._pace = before
                 self._say(f"{source.name} was pruned before it was frozen: the next one is taken")

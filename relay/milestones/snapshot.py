@@ -118,7 +118,8 @@ def freeze(source: Path, root: Path, run_id: str, section: Mapping[str, Any], me
 
     Raises:
         CheckpointDamaged: its files are not those of its manifest.
-        OSError: it is gone meanwhile, the volume is full, or the file system says no. Nothing is left.
+        OSError: it is gone meanwhile, the volume is full, or the file system says no.
+        ValueError: no milestone can hold it, as where a file's name has a backslash. In any case nothing is left.
     """
     sealed = Manifest.read(source)
     directory = root / sealed.name

@@ -32,8 +32,8 @@ class Volume:
         self.run_dir.mkdir(parents=True)
         self.hf.mkdir()
 
-    def save(self, step: int, epoch: int = 1, size: int = 200_000, seed: int = 0) -> Manifest:
-        """Seals a checkpoint of two large files, some small ones, an empty one, and one in a directory."""
+    def save(self, step: int, epoch: int = 1, size: int = 200_000, seed: int = 0, extra: str = "") -> Manifest:
+        """Seals a checkpoint of two large files, some small ones, an empty one, one in a directory, and `extra`."""
         name = f"step-{step}.e{epoch}.0"
         directory = self.run_dir / name
         (directory / "deep" / "er").mkdir(parents=True)
@@ -43,6 +43,8 @@ class Volume:
         (directory / "config.json").write_text(json.dumps({"step": step}))
         (directory / "tokenizer.json").write_text("{}")
         (directory / "empty.txt").touch()
+        if extra:
+            (directory / extra).touch()
         (directory / "deep" / "er" / f"rng-{step}.state").write_bytes(draw.randbytes(99))
         manifest = Manifest(
             *(

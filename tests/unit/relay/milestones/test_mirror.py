@@ -141,6 +141,15 @@ def test_a_checkpoint_that_cannot_be_frozen_waits_a_period(bench: Bench) -> None
     assert bench.rest_seconds == INTERVAL_SECONDS
 
 
+def test_a_checkpoint_whose_file_no_manifest_can_name_waits_a_period(bench: Bench) -> None:
+    """A trainer has saved a file with a backslash in its name: one line says which, and the mirror goes on."""
+    bench.commander.head = bench.volume.save(41, extra="a\\b")
+    bench.mirror._try(bench.mirror._turn)
+    assert any("step-41.e1.0 cannot be frozen" in one and "is no path" in one for one in bench.lines), bench.lines
+    assert bench.rest_seconds == INTERVAL_SECONDS
+    assert bench.volume.snapshots == []
+
+
 def test_one_that_is_pruned_meanwhile_costs_no_period(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no failure: the next commit is there already, or comes."""
 
