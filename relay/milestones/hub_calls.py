@@ -218,7 +218,8 @@ def download(job: dict[str, Any], token: str, tell: Tell) -> None:
             raise RefusedMilestone(f"{repo}@{revision}: it has no {MANIFEST_PATH}: no milestone of ours")
         if there[MANIFEST_PATH].size > MAX_BYTES:
             raise RefusedMilestone(f"{repo}@{revision}: its {MANIFEST_PATH} is too large")
-        text = _fetched(api, repo, revision, MANIFEST_PATH, target).read_bytes()
+        _bring(api, repo, revision, MANIFEST_PATH, target, *_listed(there[MANIFEST_PATH]))
+        text = (target / MANIFEST_PATH).read_bytes()
         try:
             manifest = RunManifest.from_bytes(text)
         except ValueError as error:
@@ -227,21 +228,28 @@ def download(job: dict[str, Any], token: str, tell: Tell) -> None:
             raise RefusedMilestone(f"{repo}@{revision}: {problem}")
         wanted = {one.path: (one.size, one.sha256, "") for one in manifest.files}
     else:
-        wanted = {
-            path: (one.size, one.lfs.sha256 if one.lfs else "", "" if one.lfs else one.blob_id)
-            for path, one in there.items()
-        }
+        wanted = {path: _listed(one) for path, one in there.items()}
     _check_room(target, {path: size for path, (size, _, _) in wanted.items()})
-    for path, (size, sha256, blob_id) in sorted(wanted.items()):
-        for anew in (False, True):
-            if _is_right(target / path, size, sha256, blob_id):
-                break
-            # What is there and wrong, as after a power cut, is fetched anew; the library would take it for good.
-            _fetched(api, repo, revision, path, target, anew=anew or (target / path).exists())
-        if not _is_right(target / path, size, sha256, blob_id):
-            raise RefusedMilestone(f"{repo}@{revision}: {path} is not what its checksum says")
+    for path, sums in sorted(wanted.items()):
+        _bring(api, repo, revision, path, target, *sums)
         tell({"fetched": path})
     tell({"downloaded": revision, "paths": sorted(wanted)})
+
+
+def _listed(one: RepoFile) -> tuple[int, str, str]:
+    """Its size, and its SHA-256 or else its blob id, as the hub lists them."""
+    return one.size, one.lfs.sha256 if one.lfs else "", "" if one.lfs else one.blob_id
+
+
+def _bring(api: HfApi, repo: str, revision: str, path: str, target: Path, size: int, sha256: str, blob_id: str) -> None:
+    """Fetches one file unless it is there and right. Raises RefusedMilestone if what comes is not right either."""
+    for anew in (False, True):
+        if _is_right(target / path, size, sha256, blob_id):
+            return
+        # What is there and wrong, as after a power cut, is fetched anew; the library would take it for good.
+        _fetched(api, repo, revision, path, target, anew=anew or (target / path).exists())
+    if not _is_right(target / path, size, sha256, blob_id):
+        raise RefusedMilestone(f"{repo}@{revision}: {path} is not what its checksum says")
 
 
 def _check_room(target: Path, sizes: Mapping[str, int]) -> None:
