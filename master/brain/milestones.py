@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dalsegno.protos import control_pb2
 
 from . import membership
@@ -24,13 +26,22 @@ def record(turn: Turn, message: control_pb2.MilestoneRequest) -> Reply:
     refused = not_of_holder(turn, message.holder) if message.HasField("holder") else not_committed(job, made)
     if refused:
         return Reply("FAILED_PRECONDITION", refused)
-    reply = Reply(message=control_pb2.OrderReply(generation=job.generation, text=f"{made.repo} has step {made.step}"))
-    if made in job.run.milestones:
-        return reply
-    turn.update_run(milestones=(*job.run.milestones, made)[-MILESTONES_KEPT:])
-    text = f"step {made.step} is at {made.repo}, revision {made.revision}"
-    turn.notice(text, kind=Kind.MILESTONE, step=made.step, checkpoint=made.checkpoint)
-    return reply
+    # A holder names its last one with every report, beside the step that it is at by then.
+    noted = [one for one in job.run.milestones if replace(one, step=made.step) == made]
+    if not noted:
+        turn.update_run(milestones=kept((*job.run.milestones, made)))
+        text = f"step {made.step} is at {made.repo}, revision {made.revision}"
+        turn.notice(text, kind=Kind.MILESTONE, step=made.step, checkpoint=made.checkpoint)
+    text = f"{made.repo} has step {noted[-1].step if noted else made.step}"
+    return Reply(message=control_pb2.OrderReply(generation=job.generation, text=text))
+
+
+def kept(milestones: tuple[Milestone, ...]) -> tuple[Milestone, ...]:
+    """The last ones with a checkpoint, and the last ones without: those displace none that a pod can go on from."""
+    ours = [one for one in milestones if one.checkpoint]
+    others = [one for one in milestones if not one.checkpoint]
+    gone = {*ours[:-MILESTONES_KEPT], *others[:-MILESTONES_KEPT]}
+    return tuple(one for one in milestones if one not in gone)
 
 
 def not_of_holder(turn: Turn, holder: control_pb2.Caller) -> str:

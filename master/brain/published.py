@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 __all__ = ("MILESTONES_KEPT", "PRUNED_KEPT", "Milestone", "Pruned")
 
-# The most milestones that are remembered; and the most checkpoints that were committed and whose files are gone: one of
-# them may be on its way to where it is published, from a copy.
+# The most milestones that are remembered, of those with a checkpoint and of those without; and the most checkpoints
+# that were committed and whose files are gone: one of them may be on its way to where it is published, from a copy.
 MILESTONES_KEPT = 16
 PRUNED_KEPT = 256
 

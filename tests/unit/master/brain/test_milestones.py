@@ -114,6 +114,27 @@ def test_a_holder_publishes_what_is_not_ours() -> None:
     assert revisions(job) == ["abc"]
 
 
+def test_what_a_holder_says_again_is_one_milestone() -> None:
+    """It names its last one with every report, which is of a later step each time."""
+    job, (node,) = trained()
+    for step in (100, 101):
+        said = pb.Milestone(repo="me/model", revision="8d21", step=step)
+        assert job.call(pb.MilestoneRequest(job_id="job", milestone=said, holder=node.caller())).code == "OK"
+    assert [(made.revision, made.step) for made in status(job.state, job.now).milestones] == [("8d21", 100)]
+    assert "step 101 is at me/model, revision 8d21" not in job.notices
+
+
+def test_what_is_not_ours_displaces_none_that_is() -> None:
+    """However many a holder reports: a pod can go on only from those of a checkpoint. The newest is last."""
+    job, (node,) = trained()
+    assert report(job, node.save(2), "own") == "OK"
+    for number in range(MILESTONES_KEPT + 3):
+        assert report(job, None, f"r{number}", node.caller()) == "OK"
+    assert revisions(job) == ["own", *(f"r{number}" for number in range(3, MILESTONES_KEPT + 3))]
+    assert report(job, node.save(4), "newer") == "OK"
+    assert (revisions(job)[0], revisions(job)[-1]) == ("own", "newer")
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_a_fenced_node_is_gone_at_once(left: bool) -> None:
     """Its epoch is closed, what it says counts no more, and whoever waits has the next one."""
