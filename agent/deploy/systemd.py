@@ -88,7 +88,8 @@ def _master(job: JobSpec) -> str:
             "RestartPreventExitStatus=2 3",
             "RestartSec=1",
             *HARDENING,
-            "ProtectHome=yes",
+            # Not out of sight: its programs, or their Python, may lie in somebody's home.
+            "ProtectHome=read-only",
             "UMask=0077",
         ],
     )

@@ -201,6 +201,13 @@ def test_a_master_is_started_for_ever() -> None:
     assert (parser["Service"]["Restart"], parser["Service"]["RestartPreventExitStatus"]) == ("always", "2 3")
 
 
+def test_a_master_may_lie_in_a_home() -> None:
+    """As in somebody's venv, or with the Python of uv or pyenv: there it can be read, and not written."""
+    text = units(job(host={**GPT["host"], "bin": "/home/me/venv/bin"}))["gpt-master.service"]
+    assert "ExecStart=/home/me/venv/bin/dlrover-master " in text
+    assert re.findall(r"^ProtectHome=(.*)$", text, re.MULTILINE) == ["read-only"]
+
+
 @pytest.mark.parametrize("word", AWKWARD[1:])
 def test_systemd_hands_words_on_as_they_are(word: str) -> None:
     """Read back by the rules of systemd.service(5): quotes, backslashes, then `%%` and `$$`."""
