@@ -324,7 +324,7 @@ def _host(table: YamlMapping) -> Host:
         directory=table.path("directory"),
         bin=table.path("bin", Host.bin),
         secrets=table.path("secrets", Host.secrets),
-        user=table.name("user", Host.user),
+        user=table.user("user", Host.user),
         checkpoints=table.path("checkpoints"),
     )
     table.done()

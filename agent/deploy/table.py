@@ -48,6 +48,13 @@ class YamlMapping:
             raise InputRefused(f"{self._place}{key}: {value!r} is no name: small letters, digits and '-', at most 63")
         return value
 
+    def user(self, key: str, default: str = "") -> str:
+        """A user of Linux by name, as directories of users have them, too, or by number."""
+        value = self.text(key, default)
+        if value and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*|[0-9]+", value):
+            raise InputRefused(f"{self._place}{key}: {value!r} is no name of a user, like ml_train")
+        return value
+
     def path(self, key: str, default: str = "") -> str:
         """An absolute path without white space, which unit files and mounts could not carry."""
         value = self.text(key, default)

@@ -184,7 +184,9 @@ def test_a_node_is_told_and_then_killed() -> None:
     assert "gpt-token/token" in service["LoadCredential"]
 
 
-@pytest.mark.parametrize(("key", "user"), [({}, "dalsegno"), ({"user": "train"}, "train")])
+@pytest.mark.parametrize(
+    ("key", "user"), [({}, "dalsegno"), *(({"user": name}, name) for name in ("train", "ml_train", "Svc.ml-2", "1000"))]
+)
 def test_who_runs_it_is_told(key: dict[str, str], user: str) -> None:
     """In both units, with what happens without that user; and the page's table of keys has the default."""
     for text in units(job(host={**GPT["host"], **key})).values():

@@ -156,6 +156,8 @@ UNREADABLE: list[tuple[dict[str, Any], str]] = [
     ({"host": {"master": "head"}}, "host.master: 'head' is not HOST:PORT"),
     ({"host": ["head"]}, "host: ['head'] is no mapping"),
     ({"user": 0}, "user: 0 is no whole number from 1"),
+    ({"host": {"user": "-train"}}, "host.user: '-train' is no name of a user, like ml_train"),
+    ({"host": {"user": "a b"}}, "host.user: 'a b' is no name of a user"),
     ({"nproc": 0}, "nproc: '0' is no number of workers, and no word like auto, cpu, gpu"),
     ({"nproc": "2 each"}, "nproc: '2 each' is no number of workers"),
     ({"nproc": "2.5"}, "nproc: '2.5' is no number of workers"),
