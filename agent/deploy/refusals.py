@@ -93,6 +93,12 @@ def _on_the_command_line(job: JobSpec) -> Iterator[str]:
 
 
 def _kubernetes(job: JobSpec) -> Iterator[str]:
+    # Of all that has the name only a Service must not: RFC 1035, where pods and the like have RFC 1123.
+    if job.name[0].isdigit():
+        yield (
+            f"name: {job.name!r} begins with a digit, and the master's Service needs a letter first:"
+            f" write for example m{job.name}"
+        )
     if not job.image:
         yield "image: missing: the image with the script and dalsegno in it (deploy/docker/trainer.Dockerfile)"
     if not job.claim.name:

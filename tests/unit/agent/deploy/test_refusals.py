@@ -37,6 +37,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("slurm", {"nnodes": "3:4", "replicas": 2}, "replicas: 2 nodes are started"),
     ("k8s", {"grace": 30}, "grace: after 30 s a node is killed, and saving may take the 30 s"),
     ("systemd", {"drain_timeout": 90, "grace": 100}, "write grace: 105 or more"),
+    ("k8s", {"name": "7b-sft"}, "name: '7b-sft' begins with a digit, and the master's Service needs a letter first"),
     ("k8s", {"secrets": None}, "secrets.token: missing: whoever reaches the master's port"),
     ("slurm", {"secrets": {}}, "secrets.token: missing"),
     ("k8s", {"secrets": {"token": "a", "etcd": "b"}}, "secrets.etcd: there is no etcd"),
@@ -104,6 +105,18 @@ def test_what_cannot_work_is_refused(target: str, changes: dict[str, Any], line:
 @pytest.mark.parametrize("changes", [{}, ETCD, TLS, FULL, AUTOSCALED, BY_METRIC])
 def test_what_works_is_not(target: str, changes: dict[str, Any]) -> None:
     """Nothing cries wolf."""
+    assert refusals(job(**changes), target) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "target"),
+    [
+        ({"name": "7b-sft"}, "slurm"),
+        ({"name": "7b-sft"}, "systemd"),
+    ],
+)
+def test_what_is_not_meant_is_accepted(changes: dict[str, Any], target: str) -> None:
+    """Only Kubernetes has a Service."""
     assert refusals(job(**changes), target) == []
 
 
