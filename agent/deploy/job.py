@@ -26,6 +26,7 @@ __all__ = (
     "Secrets",
     "VolumeClaim",
     "job_of",
+    "shell_drain",
     "shell_nodes",
 )
 
@@ -223,6 +224,15 @@ def shell_nodes(shell: str, env: Mapping[str, str]) -> tuple[int, int] | None:
     with contextlib.suppress(argparse.ArgumentTypeError):
         return nnodes(given)
     return None
+
+
+def shell_drain(shell: str, env: Mapping[str, str]) -> float | None:
+    """The seconds of a notice that a shell line says itself, or its variables.
+
+    None: neither does, or only a node knows.
+    """
+    given = shell and (flag_value(shell, "--drain-timeout", env) or env.get(f"{Variable.FLAG}DRAIN_TIMEOUT", ""))
+    return float(given) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", given) else None
 
 
 def _nproc(text: str) -> str:

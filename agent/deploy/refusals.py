@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from dalsegno.protos.contract import Variable
 
-from .job import BEYOND_DRAIN_SECONDS, JobSpec, shell_nodes
+from .job import BEYOND_DRAIN_SECONDS, JobSpec, shell_drain, shell_nodes
 from .pods import SECRETS
+from .shell_line import up_to_script
 
 __all__ = ("TARGETS", "refusals")
 
@@ -41,21 +43,10 @@ def _everywhere(job: JobSpec) -> Iterator[str]:
             f"replicas: {job.replicas} nodes are started, and nnodes {low}:{high} waits for {low}:"
             f" write replicas: {low} or more, or nnodes: {job.replicas}:{high}"
         )
-    drain_seconds = job.drain_timeout
-    if job.grace < drain_seconds + BEYOND_DRAIN_SECONDS:
-        yield (
-            f"grace: after {job.grace} s a node is killed, and saving may take the {drain_seconds} s of"
-            f" drain_timeout: write grace: {drain_seconds + BEYOND_DRAIN_SECONDS} or more, or leave it out"
-        )
+    yield from _killed_too_early(job)
     yield from _on_the_command_line(job)
-    for flag in job.flags:
-        name = flag.partition("=")[0].replace("_", "-")
-        if name in OURS:
-            yield f"flags: {name} is written by render: its value comes from {OURS[name]}"
-        elif name in ("--standalone", "--rdzv-endpoint", "--rdzv-backend", "--master-addr"):
-            yield f"flags: {name} names another master than the one of this job: leave it out"
-        elif name in ("-h", "--help"):
-            yield f"flags: {name} starts nothing: leave it out"
+    yield from _not_for_it("flags", job.flags)
+    yield from _not_for_it("command", up_to_script(job.command))
     own = shell_nodes(job.shell, job.env)
     if own and own != (low, high):
         least, most = own
@@ -72,6 +63,34 @@ def _everywhere(job: JobSpec) -> Iterator[str]:
         )
     if job.secrets.etcd and not job.etcd:
         yield "secrets.etcd: there is no etcd: write etcd: [HOST:PORT, ...], or leave it out"
+
+
+def _killed_too_early(job: JobSpec) -> Iterator[str]:
+    own = shell_drain(job.shell, job.env)
+    seconds = job.drain_timeout if own is None else math.ceil(own)
+    enough = seconds + BEYOND_DRAIN_SECONDS
+    if job.grace >= enough:
+        return
+    killed = f"grace: after {job.grace} s a node is killed, and saving may take the"
+    if own is None:
+        yield f"{killed} {seconds} s of drain_timeout: write grace: {enough} or more, or leave it out"
+    else:
+        yield (
+            f"{killed} {own:g} s of the command's own --drain-timeout, or of {Variable.FLAG}DRAIN_TIMEOUT in env:"
+            f" write grace: {enough} or more, or drain_timeout: {seconds} in its place"
+        )
+
+
+def _not_for_it(key: str, words: Iterable[str]) -> Iterator[str]:
+    """Flags of `dlrover-run` that are not for whoever writes the job."""
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in OURS:
+            yield f"{key}: {name} is written by render: its value comes from {OURS[name]}"
+        elif name in ("--standalone", "--rdzv-endpoint", "--rdzv-backend", "--master-addr"):
+            yield f"{key}: {name} names another master than the one of this job: leave it out"
+        elif name in ("-h", "--help"):
+            yield f"{key}: {name} starts nothing: leave it out"
 
 
 def _on_the_command_line(job: JobSpec) -> Iterator[str]:

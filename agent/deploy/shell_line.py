@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dalsegno.protos.yaml_text import InputRefused
 
-__all__ = ("agent_line", "flag_value", "with_flags")
+__all__ = ("agent_line", "flag_value", "up_to_script", "with_flags")
 
 PROGRAMS = ("dlrover-run", "dalsegno-run")
 # In a text that cannot be cut.
@@ -167,7 +167,7 @@ def _agent(text: str) -> tuple[int, list[str]] | None:
     pieces = _pieces(text)
     if pieces is None:
         run = _PROGRAM.search(text)
-        return run and (run.end(), _up_to_script(text[run.end() :].split()))
+        return run and (run.end(), up_to_script(text[run.end() :].split()))
     found, end = None, 0
     for number, piece in enumerate(pieces):
         end += len(piece.text)
@@ -177,11 +177,11 @@ def _agent(text: str) -> tuple[int, list[str]] | None:
                 if other.kind == "operator":
                     break
                 words += [other.text] if other.kind == "word" else []
-            found = (end, _up_to_script(words)) if words else found
+            found = (end, up_to_script(words)) if words else found
     return found
 
 
-def _up_to_script(words: Sequence[str]) -> list[str]:
+def up_to_script(words: Sequence[str]) -> list[str]:
     """The agent's own of the words behind its name. A word behind a flag without `=` may be its value."""
     own, value = list[str](), False
     for word in (re.sub("[\"']", "", word) for word in words):

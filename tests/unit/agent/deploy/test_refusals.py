@@ -37,6 +37,17 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("slurm", {"nnodes": "3:4", "replicas": 2}, "replicas: 2 nodes are started"),
     ("k8s", {"grace": 30}, "grace: after 30 s a node is killed, and saving may take the 30 s"),
     ("systemd", {"drain_timeout": 90, "grace": 100}, "write grace: 105 or more"),
+    (
+        "k8s",
+        {"command": None, "shell": "exec dalsegno-run --drain-timeout=300 a.py"},
+        "grace: after 45 s a node is killed, and saving may take the 300 s of the command's own --drain-timeout, or of"
+        " PET_DRAIN_TIMEOUT in env: write grace: 315 or more, or drain_timeout: 300 in its place",
+    ),
+    ("k8s", {"command": None, "shell": "dalsegno-run --drain_timeout $D a.py", "env": {"D": "60.5"}}, "the 60.5 s of"),
+    ("k8s", {"command": None, "shell": "dalsegno-run a.py", "env": {"PET_DRAIN_TIMEOUT": "300"}}, "the 300 s of"),
+    ("k8s", {"command": ["--drain-timeout=300", "a.py"]}, "command: --drain-timeout is written by render: its value"),
+    ("slurm", {"command": ["--max-restarts", "3", "--nnodes", "2", "a.py"]}, "command: --nnodes is written by render"),
+    ("k8s", {"command": ["--standalone", "a.py"]}, "command: --standalone names another master"),
     ("k8s", {"name": "7b-sft"}, "name: '7b-sft' begins with a digit, and the master's Service needs a letter first"),
     ("k8s", {"secrets": None}, "secrets.token: missing: whoever reaches the master's port"),
     ("slurm", {"secrets": {}}, "secrets.token: missing"),
@@ -113,10 +124,20 @@ def test_what_works_is_not(target: str, changes: dict[str, Any]) -> None:
     [
         ({"name": "7b-sft"}, "slurm"),
         ({"name": "7b-sft"}, "systemd"),
+        ({"command": ["--max-restarts=3", "a.py", "--nnodes=2", "-h"]}, "k8s"),
+        ({"command": ["-m", "package", "--drain-timeout=300"]}, "k8s"),
+        ({"command": None, "shell": "exec dalsegno-run --drain-timeout=300 a.py", "drain_timeout": 300}, "k8s"),
+        ({"command": None, "shell": "exec dalsegno-run --drain-timeout=300 a.py", "grace": 315}, "k8s"),
+        (
+            {"command": None, "shell": "exec dalsegno-run --drain-timeout=30 a.py", "drain_timeout": 90, "grace": 45},
+            "k8s",
+        ),
+        ({"command": None, "shell": "exec dalsegno-run --drain-timeout=$D a.py"}, "k8s"),
+        ({"command": None, "shell": "exec dalsegno-run a.py --drain-timeout=300"}, "k8s"),
     ],
 )
 def test_what_is_not_meant_is_accepted(changes: dict[str, Any], target: str) -> None:
-    """Only Kubernetes has a Service."""
+    """A name without a Service, a script's own flags, times that fit, and those that only a node knows."""
     assert refusals(job(**changes), target) == []
 
 
