@@ -10,7 +10,7 @@ from dalsegno.protos.contract import Variable
 
 from .job import BEYOND_DRAIN_SECONDS, JobSpec, shell_drain, shell_nodes
 from .pods import SECRETS
-from .shell_line import up_to_script
+from .shell_line import stays, up_to_script
 
 __all__ = ("TARGETS", "refusals")
 
@@ -120,6 +120,8 @@ def _kubernetes(job: JobSpec) -> Iterator[str]:
         )
     if not job.image:
         yield "image: missing: the image with the script and dalsegno in it (deploy/docker/trainer.Dockerfile)"
+    if job.shell and (why := stays(job.shell, "shell")):
+        yield why
     if not job.claim.name:
         yield (
             "claim: missing: pods lose what they write when they end: write claim: NAME of a volume claim for the"

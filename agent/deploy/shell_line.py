@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dalsegno.protos.yaml_text import InputRefused
 
-__all__ = ("agent_line", "flag_value", "up_to_script", "with_flags")
+__all__ = ("agent_line", "flag_value", "stays", "up_to_script", "with_flags")
 
 PROGRAMS = ("dlrover-run", "dalsegno-run")
 # In a text that cannot be cut.
@@ -32,6 +32,9 @@ _KEYWORDS = ("!", "time")
 _BUILTINS = ("command", "builtin", "eval")
 # Programs that become the one that they are given: `exec` stands before them.
 _BECOMES_ANOTHER = ("numactl", "nice", "ionice", "taskset", "chrt", "env", "stdbuf", "nohup")
+_PIPES = ("|", "|&")
+# Behind these an agent's name is a command for certain: behind `echo` it is none.
+_STARTS = (*_KEYWORDS, *_BUILTINS, *_BECOMES_ANOTHER, *("exec", "if", "then", "else", "while", "until", "do", "{"))
 _ENDS = (";", "&&", "||", "|", "&", ";;")
 
 
@@ -60,11 +63,8 @@ def agent_line(text: str, place: str) -> str:
     if behind is not None:
         raise _goes_on("a further line" if behind.text == "\n" else repr(behind.text), place)
     begin = max((number + 1 for number in range(at) if pieces[number].kind == "operator"), default=0)
-    if begin and pieces[begin - 1].text in ("|", "|&"):
-        raise InputRefused(
-            f"{place}: {pieces[begin - 1].text!r} stands before dlrover-run, and a shell that stays for it would not"
-            " pass the notice to it: let dlrover-run read a file"
-        )
+    if begin and pieces[begin - 1].text in _PIPES:
+        raise _piped(pieces[begin - 1].text, place)
     pieces[at] = _Piece("word", "dalsegno-run")
     # A shell that stays is process 1, which ignores SIGTERM, and the pod's notice would reach nobody.
     where = _place_of_exec(pieces[begin:at], text)
@@ -98,6 +98,33 @@ def _place_of_exec(before: Sequence[_Piece], text: str) -> int | None:
         return words[0]
     # One of the text's own functions, as `retry`, starts a builtin as well.
     return len(before) if re.search(rf"(?m)(?:^|[\s;]){re.escape(program)}\s*\(\)", text) else None
+
+
+def stays(text: str, place: str) -> str:
+    """Why a shell would certainly stay process 1 of its container while the agent of this line runs; empty: it may not.
+
+    It may have become the agent by `exec`, or hand the notice on by a `trap`.
+    """
+    pieces = _pieces(text) or []
+    at = _at(pieces)
+    if at is None or any(piece.text == "trap" or piece.text.startswith("<<") for piece in pieces):
+        return ""
+    operators = [number for number, piece in enumerate(pieces) if piece.kind == "operator"]
+    begin = max((number + 1 for number in operators if number < at), default=0)
+    first = next((p.text for p in pieces[begin:at] if p.kind == "word" and not _ASSIGNMENT.match(p.text)), "exec")
+    if first not in _STARTS:
+        return ""
+    if begin and pieces[begin - 1].text in _PIPES:
+        return str(_piped(pieces[begin - 1].text, place))
+    end = next((number for number in operators if number > at), len(pieces))
+    behind = [piece for piece in pieces[end:] if piece.kind not in ("blank", "comment") and piece.text != "\n"]
+    follows = any(piece.kind != "operator" for piece in behind)
+    if end == len(pieces) or pieces[end].text in "()":
+        return ""
+    becomes = "exec" in [piece.text for piece in pieces[begin:at]]
+    if pieces[end].text in (*_PIPES, "&") or (follows and not becomes):
+        return str(_goes_on("a further line" if pieces[end].text == "\n" else repr(pieces[end].text), place))
+    return ""
 
 
 def _uncut(text: str, place: str) -> str:
@@ -135,6 +162,13 @@ def _no_agent(place: str) -> InputRefused:
     return InputRefused(f"{place}: it starts no dlrover-run, so there is nothing that could be elastic")
 
 
+def _piped(what: str, place: str) -> InputRefused:
+    return InputRefused(
+        f"{place}: {what!r} stands before dlrover-run, and a shell that stays for it would not"
+        " pass the notice to it: let dlrover-run read a file"
+    )
+
+
 def _goes_on(what: str, place: str) -> InputRefused:
     return InputRefused(
         f"{place}: {what} stands behind dlrover-run, and a shell that goes on after it would not"
@@ -168,17 +202,29 @@ def _agent(text: str) -> tuple[int, list[str]] | None:
     if pieces is None:
         run = _PROGRAM.search(text)
         return run and (run.end(), up_to_script(text[run.end() :].split()))
-    found, end = None, 0
-    for number, piece in enumerate(pieces):
-        end += len(piece.text)
-        if piece.kind == "word" and piece.text.rpartition("/")[2] in PROGRAMS:
-            words = list[str]()
-            for other in pieces[number + 1 :]:
-                if other.kind == "operator":
-                    break
-                words += [other.text] if other.kind == "word" else []
-            found = (end, up_to_script(words)) if words else found
-    return found
+    at = _at(pieces)
+    if at is None:
+        return None
+    return sum(len(piece.text) for piece in pieces[: at + 1]), up_to_script(_words_behind(pieces, at))
+
+
+def _at(pieces: Sequence[_Piece]) -> int | None:
+    """The place of the agent's name: of the last one that has words behind it."""
+    for number in reversed(range(len(pieces))):
+        piece = pieces[number]
+        if piece.kind == "word" and piece.text.rpartition("/")[2] in PROGRAMS and _words_behind(pieces, number):
+            return number
+    return None
+
+
+def _words_behind(pieces: Sequence[_Piece], at: int) -> list[str]:
+    """The words of the same command."""
+    words = list[str]()
+    for piece in pieces[at + 1 :]:
+        if piece.kind == "operator":
+            break
+        words += [piece.text] if piece.kind == "word" else []
+    return words
 
 
 def up_to_script(words: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from tests.support.deploy import AUTOSCALED, BY_METRIC, ETCD, FULL, GPT, TLS, jo
         ({"shell": "exec dalsegno-run --nnodes=1:4 a.py"}, (1, 4)),
         ({"shell": "exec dalsegno-run --nnodes=02 a.py", "nnodes": 2}, (2, 2)),
         ({"shell": "command -v dalsegno-run || exit; /opt/dalsegno-run --nnodes=2 a.py"}, (2, 2)),
-        ({"shell": "dalsegno-run --nnodes=2 a.py || command -v dalsegno-run"}, (2, 2)),
+        ({"shell": "exec dalsegno-run --nnodes=2 a.py || command -v dalsegno-run"}, (2, 2)),
         ({"shell": "exec dalsegno-run a.py", "env": {"PET_NNODES": "3"}}, (3, 3)),
         ({"shell": "exec dalsegno-run --nnodes=$N a.py"}, (1, 1)),
         ({"shell": "# --nnodes=3\nexec dalsegno-run a.py --nnodes 3", "nnodes": "1:4"}, (1, 4)),
@@ -139,6 +139,48 @@ def test_what_works_is_not(target: str, changes: dict[str, Any]) -> None:
 def test_what_is_not_meant_is_accepted(changes: dict[str, Any], target: str) -> None:
     """A name without a Service, a script's own flags, times that fit, and those that only a node knows."""
     assert refusals(job(**changes), target) == []
+
+
+@pytest.mark.parametrize(
+    ("shell", "what"),
+    [
+        ("dlrover-run train.py | tee log", "'|' stands behind dlrover-run"),
+        ("exec dlrover-run train.py |& tee log", "'|&' stands behind"),
+        ("cd /app && /opt/dalsegno/bin/dalsegno-run train.py; sync", "';' stands behind"),
+        ("dlrover-run train.py || exit 3", "'||' stands behind"),
+        ("exec dlrover-run train.py &", "'&' stands behind"),
+        ("set -e\ndlrover-run \\\n  train.py # here\nsync\n", "a further line stands behind"),
+        ("cat list | exec dlrover-run train.py", "'|' stands before dlrover-run"),
+        ("if test -e a; then dlrover-run train.py; fi", "';' stands behind"),
+    ],
+)
+def test_a_shell_that_goes_on_is_refused(shell: str, what: str) -> None:
+    """It stays process 1, which ignores SIGTERM: the notice would reach nobody."""
+    (said,) = refusals(job(command=None, shell=shell), "k8s")
+    assert said.startswith(f"shell: {what}")
+    assert "would not pass the notice to it" in said
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        "exec dlrover-run train.py",
+        "dalsegno-run train.py;\n# done\n",
+        "cd /app && exec dlrover-run train.py > >(tee log) 2>&1",
+        "exec dlrover-run train.py; exit 3",
+        "if test -e a; then exec dlrover-run b.py; else exec dalsegno-run train.py; fi",
+        "cat list | sort > sorted || exit; exec dlrover-run train.py",
+        "exec dlrover-run train.py || echo dlrover-run is not there",
+        "trap 'kill -TERM $!' TERM; dlrover-run train.py & wait; wait",
+        "dlrover-run train.py << END\n1\nEND\n",
+        "exec dlrover-run train.py 'it",
+        "exec ./start.sh | tee log",
+        "echo dlrover-run starts; exec ./start.sh",
+    ],
+)
+def test_a_shell_that_becomes_the_agent_is_not(shell: str) -> None:
+    """Nor one that passes the notice on, nor what nobody can read for certain."""
+    assert refusals(job(command=None, shell=shell), "k8s") == []
 
 
 @pytest.mark.parametrize("words", [["--eos-token=</s>"], ["--max-tokens=5"], ["--tokenizer=gpt2"], ["token"]])
