@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayActorError
 
 LEFT = (75, 76)  # on notice: start the same command again, here or elsewhere
+MOST_KILLED = 100  # times for each agent: one without enough memory would be killed for ever
 SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -53,7 +54,7 @@ def train(flags, machines):
     """Until the job is over, its exit code."""
     for _ in range(flags.nodes):
         start(flags, machines)
-    code = 0
+    code = killed = 0
     while machines:
         (run,), _ = ray.wait(list(machines))
         del machines[run]
@@ -61,6 +62,10 @@ def train(flags, machines):
         if code in (0, 1):  # the whole job has finished, or failed: the others hear it, too
             ray.wait(list(machines), num_returns=len(machines), timeout=10) if machines else None
             break
+        killed += code < 0
+        if killed > MOST_KILLED * flags.nodes:
+            print(f"train_on_ray: agents were killed {killed} times: see why, and start this again", file=sys.stderr)
+            return 1
         if code in LEFT or code < 0:
             start(flags, machines)  # after 2 a person looks at that machine
     return code
