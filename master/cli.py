@@ -64,7 +64,10 @@ EMBEDDED_STOP = (*STOP, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SI
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the master; returns its exit code: 0 stopped or done, 1 failed, 2 bad usage, 3 superseded."""
+    """Runs the master; returns its exit code.
+
+    0: stopped or done; 1: failed, also where its store cannot be read or written now; 2: bad usage; 3: superseded.
+    """
     try:
         options = _parser().parse_args(arguments)
         _check_relay(options)
@@ -78,6 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Whoever started it may have blocked them; who starts an embedded one has, until it can serve.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         return asyncio.run(_serve(options))
+    except StoreUnavailable as error:
+        # As with a full disk, which passes. After EXIT_USAGE supervisors start nobody again.
+        say_last(f"dlrover-master: {error}")
+        return EXIT_FAILED
     except (UsageError, AuthError, BindError, StoreError) as error:
         say_last(f"dlrover-master: {error}")
         return EXIT_USAGE

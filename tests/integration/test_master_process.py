@@ -265,6 +265,17 @@ def expect_refusal(line: list[str], text: str) -> None:
     assert done.stdout == ""
 
 
+def test_a_store_that_cannot_be_written_now_ends_it_with_1(tmp_path: Path) -> None:
+    """A full disk is no bad input: supervisors that start nobody again after 2 start it again after 1."""
+    with master_process(tmp_path / "s.sqlite"):
+        pass
+    line = ["sh", "-c", 'ulimit -f 0; exec "$0" "$@"', *command(tmp_path / "s.sqlite")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert "cannot write the store" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_what_a_running_job_makes_impossible(tmp_path: Path) -> None:
     """Its port, another job's store, other nnodes, a damaged store."""
     store = tmp_path / "s.sqlite"
