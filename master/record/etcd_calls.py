@@ -51,6 +51,8 @@ _OPTIONS = (
     # A member that was away is asked again at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # Members are reached directly, whatever proxy the environment names for the web.
+    ("grpc.enable_http_proxy", 0),
 )
 
 

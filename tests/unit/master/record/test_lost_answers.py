@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 import pytest
 
-from dalsegno.master.record.etcd_calls import Change, EtcdUnavailable, Value
+from dalsegno.master.record.etcd_calls import Change, Etcd, EtcdFiles, EtcdUnavailable, Value
 from dalsegno.master.record.etcd_store import EtcdStore
 from dalsegno.master.record.store import StoreAway, Superseded
 
@@ -124,3 +125,20 @@ def test_whoever_was_given_the_same_generation_over_an_old_copy_is_somebody_else
         old.raise_generation(above=4, owner=1)
     new.save({"job": b"newer"}, 1)
     assert opened(etcd).load() == {"job": b"newer", "node/b": b"1"}
+
+
+def test_etcd_is_not_asked_through_the_proxy_of_the_web(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members are addresses of the cluster, which a proxy for the web does not know, or refuses."""
+    pytest.importorskip("aetcd", reason="needs the extra etcd")
+    for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as proxy, socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        client = Etcd([f"127.0.0.1:{dead.getsockname()[1]}"], EtcdFiles(), call_seconds=0.5, patience_seconds=0.5)
+        with pytest.raises(EtcdUnavailable):
+            client.get("key")
+        client.close()
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
