@@ -47,9 +47,19 @@ class Curve:
 
     def __init__(self) -> None:
         self.points: deque[tuple[int, float]] = deque(maxlen=CURVE_POINTS)
+        # Whose points these are, and the last world that was seen of it.
+        self._run_id, self._epoch = "", 0
 
     def see(self, status: control_pb2.StatusReply) -> None:
-        """Notes the last step, if it is further than all before."""
+        """Notes the last step, if it is further than all before; forgets what is no part of this run any more."""
+        if status.run_id != self._run_id:
+            self.points.clear()
+        elif status.epoch != self._epoch:
+            # It may have gone back. Of a world that is not heard yet, `step` is the step that it began from.
+            first = status.step + 1 if status.unheard else status.step
+            while self.points and self.points[-1][0] >= first:
+                self.points.pop()
+        self._run_id, self._epoch = status.run_id, status.epoch
         known = self.points[-1][0] if self.points else 0
         if status.step > known and status.phase in _TRAINING and not status.unheard:
             self.points.append((status.step, status.loss))

@@ -204,6 +204,35 @@ def test_the_curve_has_each_step_once() -> None:
     assert len(curve.points) == CURVE_POINTS
 
 
+def test_the_curve_of_another_run_begins_anew() -> None:
+    """As after `--new-run`, which begins at its first step."""
+    curve = Curve()
+    for run, step, loss in (("one", 8, 1.0), ("one", 9, 0.5), ("two", 1, 4.0), ("two", 2, 3.0)):
+        seen = status(step=step, epoch=2 if run == "one" else 3, loss=loss)
+        seen.run_id = run
+        curve.see(seen)
+    assert list(curve.points) == [(1, 4.0), (2, 3.0)]
+
+
+def test_the_curve_of_a_run_that_goes_back_goes_on_from_there() -> None:
+    """Heard of only at a step of the new world, or before its first one: then `step` is the one that it began from."""
+    for unheard in (False, True):
+        curve = Curve()
+        for step in (10, 20, 30):
+            curve.see(status(step=step))
+        # It is not another world yet.
+        curve.see(status(step=20, phase=pb.PHASE_FORMING))
+        assert [step for step, _ in curve.points] == [10, 20, 30]
+        if unheard:
+            began = status(step=20, epoch=3, loss=0.0)
+            began.unheard = True
+            curve.see(began)
+            assert list(curve.points) == [(10, 1.5), (20, 1.5)]
+        for step in (21, 22):
+            curve.see(status(step=step, epoch=3, loss=2.0))
+        assert list(curve.points) == [(10, 1.5), (20, 1.5), (21, 2.0), (22, 2.0)]
+
+
 def test_many_who_look_are_served_by_one_look() -> None:
     """The status of a large job costs the brain milliseconds."""
 
