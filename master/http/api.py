@@ -124,7 +124,10 @@ class Api:
             return EventStream(feed, after if last_event_id is None else last_event_id, self._readers, self._encoded)
         with self._readers.one():
             await _until_news(request, feed, after, wait)
-        return await self._answer(after, limit)
+        answer = await self._answer(after, limit)
+        # A connection does not last for a second wait, and whoever began one over it would be cut off.
+        answer.headers["connection"] = "close"
+        return answer
 
     async def _answer(self, after: int, limit: int) -> Response:
         """`Events`, put together from the texts of each: a model would look at every value again."""

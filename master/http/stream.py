@@ -65,7 +65,9 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, feed: Feed, after: int, readers: Readers, encoded: EncodedEvents) -> None:
-        super().__init__(b"", headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        # No connection lasts for a second stream.
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no", "connection": "close"}
+        super().__init__(b"", headers=headers)
         del self.headers["content-length"]
         self._feed, self._after, self._readers, self._encoded = feed, after, readers, encoded
 

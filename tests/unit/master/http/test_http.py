@@ -449,6 +449,31 @@ def test_a_request_for_events_may_wait_for_one() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
+def test_who_waits_again_and_again_over_one_client_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection lasts for so long since it began: the second wait over it would not come to its end."""
+    monkeypatch.setattr(listener, "LONGEST_CONNECTION_SECONDS", 1.5)
+    monkeypatch.setattr(stream, "LONGEST_STREAM_SECONDS", 1.0)
+
+    def waits(address: str, accept: str) -> list[tuple[int, str | None]]:
+        connection = http.client.HTTPConnection(address, timeout=10)
+        found = []
+        with contextlib.closing(connection):
+            for _ in range(3):
+                connection.request("GET", "/api/v1/events?wait=1", headers={"accept": accept})
+                answer = connection.getresponse()
+                answer.read()
+                found.append((answer.status, answer.getheader("connection")))
+        return found
+
+    async def scene() -> None:
+        async with serving(Reply("OK", "", status())) as edge:
+            asked = [asyncio.to_thread(waits, edge.address, kind) for kind in ("application/json", "text/event-stream")]
+            assert await asyncio.gather(*asked) == [[(200, "close")] * 3] * 2
+
+    asyncio.run(scene())
+
+
 async def opened(edge: Site, *headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, port = edge.address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
