@@ -20,8 +20,6 @@ STATE = "/state"
 # Pods that died without a word (a lost machine, the OOM killer) before the Job gives up. The agent's own budget,
 # --max-restarts, is for what fails inside the run; this one only ends a loop of pods that die at their start.
 LOST_PODS = 100
-# Seconds that a silent master's port may stay closed: it waits for its store, and ends itself if it hangs.
-LIVENESS_PERIOD_SECONDS, LIVENESS_FAILURES = 20, 15
 # Seconds for which a metric must ask for more nodes, or for fewer, until it is obeyed, as each change costs a pause.
 GROW_AFTER_SECONDS, SHRINK_AFTER_SECONDS = 60, 300
 # The most nodes that it takes out within so many seconds.
@@ -136,12 +134,8 @@ def _master_pod(job: JobSpec, store: str, mounts: Mounts, *more: str) -> Object:
         "periodSeconds": 2,
         "timeoutSeconds": 2,
     }
-    # Nothing more than an open port: whoever stands by, or waits for its store, is not to be killed.
-    one["livenessProbe"] = {
-        "tcpSocket": {"port": "grpc"},
-        "periodSeconds": LIVENESS_PERIOD_SECONDS,
-        "failureThreshold": LIVENESS_FAILURES,
-    }
+    # No liveness probe: it listens only once its store could be read, and whoever waits for that is not to be killed.
+    # One that hangs while it serves ends by itself (--hang-timeout).
     return pod_template(job, MASTER, one, mounts)
 
 

@@ -158,6 +158,13 @@ def test_pods_have_no_rights(changes: dict[str, Any]) -> None:
         assert {mount["name"] for mount in one["volumeMounts"]} <= named
 
 
+@pytest.mark.parametrize("changes", [{}, ETCD])
+def test_nobody_ends_a_master_that_waits_for_its_store(changes: dict[str, Any]) -> None:
+    """It listens only after that, and etcd may be away for longer than any probe has patience."""
+    (master,) = pods(objects(job(**changes)))["master"]["containers"]
+    assert not {"livenessProbe", "startupProbe"} & set(master)
+
+
 def test_nodes_never_see_the_masters_key() -> None:
     """Of the certificate's secret a trainer gets the authority alone."""
     (volume,) = [one for one in pods(objects(job(**TLS)))["trainer"]["volumes"] if one["name"] == "tls"]
