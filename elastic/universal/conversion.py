@@ -13,7 +13,7 @@ from ..checkpoint.errors import is_full
 from ..checkpoint.files import checksums, place_file
 from ..checkpoint.manifest import VERSION
 from .effort import Effort
-from .errors import ConversionError, EnvironmentFailed, SourceBad
+from .errors import ConversionError, Disagrees, EnvironmentFailed, Impossible, SourceBad
 from .journal import Journal, take_over
 from .layout import engine_directory
 
@@ -95,7 +95,7 @@ def convert(
         The manifest that seals ``target``.
 
     Raises:
-        SourceBad: The source is damaged or incomplete.
+        SourceBad: The source does not verify.
         EnvironmentFailed: The source verifies, but something else kept it from being converted.
     """
     source, target, wish, watch = Path(source), Path(target), wish or Wish(), watch or Watch()
@@ -113,7 +113,8 @@ def convert(
             files: Mapping[str, FileEntry] = {entry.path: entry for entry in manifest.files}
             if manifest.shape.strategy.startswith("deepspeed"):  # a trainer that is not ours loads no universal files
                 source, files = engine_part(source, files)
-            entries = produce(source, files, target, journal, wish, watch)
+            with _blameless(manifest):
+                entries = produce(source, files, target, journal, wish, watch)
             sealed = seal_form(manifest, target, entries)
             journal.remove()
         return sealed
@@ -133,6 +134,16 @@ def typed_failures() -> Iterator[None]:
     except Exception as error:
         # The source verified before: what fails now is the converter or the machine, never a reason to retire it.
         raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _blameless(manifest: Manifest) -> Iterator[None]:
+    """What is wrong with a source that verifies is no damage: a run would have it verified again, and again."""
+    try:
+        yield
+    except SourceBad as error:
+        kind = Impossible if isinstance(error, Disagrees) else EnvironmentFailed
+        raise kind(f"{manifest.name} verifies, but {error}") from error
 
 
 def verified(source: Path, digest: str | None, moved: Moved) -> Manifest:

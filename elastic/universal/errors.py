@@ -20,10 +20,17 @@ class ConversionError(Exception):
 
 
 class SourceBad(ConversionError):
-    """A checksum or the completeness check proves the source damaged; no machine can convert it."""
+    """A checksum or the completeness check proves the source damaged; no machine can convert it.
+
+    A run retires it. So for a run's checkpoint only `conversion.verified` raises this: see `conversion.convert`.
+    """
 
     exit_code = EXIT_SOURCE_BAD
     state = "SOURCE_BAD"
+
+
+class Disagrees(SourceBad):
+    """Its files are there and are whole, and what they say does not fit together: whoever reads them finds the same."""
 
 
 class EnvironmentFailed(ConversionError):

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import Impossible, SourceBad
+from .errors import Disagrees, Impossible, SourceBad
 from .layout import Files, find_files, refuse_layout
 from .pieces import Parameter, Piece, Shapes, flattened, mapped, of_rank, partitioned, says
 from .records import Extent, TorchFile
@@ -235,9 +235,9 @@ def _check_opened(source: ShardedSource, shard: Shard) -> None:
     """Checks a shard that was opened later than rank 0's: as `_check` does, and that its pieces are the formula's."""
     name, pieces = shard.file.path.name, of_rank(source.parameters, shard.rank)
     if stage_of(shard.optimizer) != source.stage or len(shard.flat) != len(source.first.flat):
-        raise SourceBad(f"{name} is of another stage or number of groups than rank 0's")
+        raise Disagrees(f"{name} is of another stage or number of groups than rank 0's")
     if source.stage < 3 and not says(shard.optimizer["param_slice_mappings"], pieces):
-        raise SourceBad(f"{name}: values do not lie where rank 0's file and the number of ranks say")
+        raise Disagrees(f"{name}: values do not lie where rank 0's file and the number of ranks say")
     _check_sizes(shard, pieces)
     if not source.reset:
         _check_numbers(source, [shard])
@@ -250,7 +250,7 @@ def _check(source: ShardedSource, shards: Sequence[Shard]) -> None:
         _check_name(parameter.name)
         have = sum(piece.numel for piece in parameter.pieces)
         if have != parameter.numel:
-            raise SourceBad(f"{parameter.name}: {have} of {parameter.numel} values are in the files")
+            raise Disagrees(f"{parameter.name}: {have} of {parameter.numel} values are in the files")
     for shard in shards:
         _check_sizes(shard, of_rank(source.parameters, shard.rank))
     if not source.reset:
@@ -263,7 +263,7 @@ def _check_sizes(shard: Shard, pieces: Sequence[tuple[str, Piece]]) -> None:
             if flat.dim() == 1 and flat.stride() == (1,) and piece.start + piece.numel <= flat.numel():
                 continue
             if state == FP32:
-                raise SourceBad(f"{name}: rank {shard.rank} has too few values of {state}")
+                raise Disagrees(f"{name}: rank {shard.rank} has too few values of {state}")
             # Nothing is missing: an 8-bit optimizer has one scale for a whole block.
             raise Impossible(
                 f"the optimizer's {state} is not one value for each weight: it loads at no other number of ranks"
@@ -288,7 +288,7 @@ def _check_states(source: ShardedSource, shards: Sequence[Shard]) -> None:
                 f"{_ANEW}"
             )
         if not unknown:
-            raise SourceBad(f"Adam's moments are not there: training would go on as if at its first step; {_ANEW}")
+            raise Disagrees(f"Adam's moments are not there: training would go on as if at its first step; {_ANEW}")
     for shard in shards:
         _check_alike(source, shard, shards)
 
@@ -304,14 +304,14 @@ def _check_alike(source: ShardedSource, shard: Shard, shards: Sequence[Shard]) -
             )
         if set(states) != wanted:
             missing = sorted(wanted ^ set(states))
-            raise SourceBad(
+            raise Disagrees(
                 f"optimizer states {missing} are not there for every group (rank {rank}, group {group}); {_ANEW}"
             )
         for state, flat in states.items():
             if flat.dtype != source.first.flat[group][state].dtype:
-                raise SourceBad(f"{state} of group {group} is {flat.dtype} on rank {rank} and another type on rank 0")
+                raise Disagrees(f"{state} of group {group} is {flat.dtype} on rank {rank} and another type on rank 0")
     if list(map(_number, shard.steps)) != list(map(_number, source.first.steps)):
-        raise SourceBad(f"ranks 0 and {rank} have made different numbers of optimizer steps")
+        raise Disagrees(f"ranks 0 and {rank} have made different numbers of optimizer steps")
 
 
 def _check_numbers(source: ShardedSource, shards: Sequence[Shard]) -> None:

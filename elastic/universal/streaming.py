@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..checkpoint import FileEntry
 from .effort import Effort
-from .errors import SourceBad
+from .errors import Disagrees
 from .forms import PARAM, ZERO, Form
 from .output import ConversionOutput
 from .pieces import Parameter
@@ -62,7 +62,7 @@ def write(
         effort: Threads and memory.
 
     Raises:
-        SourceBad: fp32 weights and model states disagree.
+        Disagrees: fp32 weights and model states disagree.
         OSError: The file system says no.
     """
     buffers = _Buffers(effort.piece)
@@ -192,7 +192,7 @@ def _compared(
     """Passes fp32 weights on after each piece was compared with the model states: both are copies of the same values.
 
     Raises:
-        SourceBad: They differ, so the optimizer's partitions do not belong to this model.
+        Disagrees: They differ, so the optimizer's partitions do not belong to this model.
     """
     extent = source.model_extent(model) if model.is_contiguous() else None
     start = 0
@@ -206,11 +206,11 @@ def _compared(
             extent.read_into(other, start * model.element_size())
             theirs = torch.frombuffer(other, dtype=model.dtype)
         if not torch.equal(values, theirs) and not _equal_with_nan(values, theirs):
-            raise SourceBad(f"{parameter.name}: the optimizer's fp32 weights differ from the model states")
+            raise Disagrees(f"{parameter.name}: the optimizer's fp32 weights differ from the model states")
         start += values.numel()
         yield piece
     if start != model.numel():
-        raise SourceBad(f"{parameter.name}: the optimizer has {start} values, the model states {model.numel()}")
+        raise Disagrees(f"{parameter.name}: the optimizer has {start} values, the model states {model.numel()}")
 
 
 def _equal_with_nan(one: Tensor, two: Tensor) -> bool:
