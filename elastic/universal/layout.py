@@ -17,6 +17,7 @@ _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OTHER_FILES = re.compile(r"(?:layer_|expert_|.*[_-](?:model|optim)_states\.pt).*")
 _ENGINES = ("global_step*", "checkpoint-*/global_step*")
+_UNIVERSAL_FILE = "zero/optimizer_state.pt"
 _UNIVERSAL_INFO = "universal_checkpoint_info"
 _UNIVERSAL_VERSION = "universal_checkpoint_version"
 
@@ -66,7 +67,8 @@ def find_files(directory: Path) -> Files:
 
     Raises:
         SourceBad: Files without which there is nothing to convert are missing.
-        Impossible: It is another framework's, or DeepSpeed's files lie in a directory below: see `engine_directory`.
+        Impossible: It is another framework's, or universal already, or DeepSpeed's files lie in a directory below: see
+            `engine_directory`.
         Unsupported: There are files of model-parallel ranks, pipeline stages or experts.
         OSError: The file system says no.
     """
@@ -91,6 +93,11 @@ def find_files(directory: Path) -> Files:
         )
     if not model:
         raise SourceBad(f"no files of DeepSpeed's model states (*_model_states.pt) in {directory.name}")
+    if not optimizer and (directory / _UNIVERSAL_FILE).is_file():
+        raise Impossible(
+            f"{directory.name} is universal already: it loads as it is; for another --stage convert what it was made"
+            " from"
+        )
     if not optimizer:
         raise SourceBad("no optimizer files: nothing was partitioned here (ZeRO stage 0), or they are lost")
     return Files(*_by_rank(optimizer), *_by_rank(model))

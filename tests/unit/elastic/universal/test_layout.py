@@ -1,4 +1,4 @@
-"""What a checkpoint's own DeepSpeed configuration says of its layout, however the script had given it."""
+"""What a checkpoint's configuration, files and names say of its layout, before anything is made of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("deepspeed")
+
+from dalsegno.elastic.universal import convert_directory
 from dalsegno.elastic.universal.errors import EnvironmentFailed, Impossible
 from dalsegno.elastic.universal.layout import refuse_unconvertible
+from tests.support.checkpoints.shards import write_shards
 
 PLAIN = {"zero_optimization": {"stage": 1}}
 ROBIN = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
@@ -49,3 +53,11 @@ def test_a_file_that_cannot_be_read_here_may_be_readable_elsewhere(text: str | N
 
 def test_none_is_needed() -> None:
     refuse_unconvertible({})
+
+
+def test_files_that_are_universal_already(tmp_path: Path) -> None:
+    """Nothing was lost there."""
+    write_shards(tmp_path / "global_step3", {"weight": (3, 5)})
+    convert_directory(tmp_path / "global_step3", tmp_path / "universal")
+    with pytest.raises(Impossible, match=r"^universal is universal already: it loads as it is; for another --stage"):
+        convert_directory(tmp_path / "universal", tmp_path / "again")
