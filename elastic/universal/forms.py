@@ -19,7 +19,7 @@ from .errors import EnvironmentFailed
 from .pieces import Parameter
 from .records import Frame, frame
 from .shards import FP32
-from .source import ADAM_STATES, COMMON_STATE, ShardedSource
+from .source import ADAM_STATES, COMMON_STATE, ShardedSource, check_name
 
 ZERO = "zero"
 PARAM = "param"
@@ -67,12 +67,18 @@ class Form:
         """What stages 1 and 2 save and no optimizer owns: frozen parameters, buffers, names of tied weights.
 
         DeepSpeed's converter makes these files; none of its loaders reads them.
+
+        Raises:
+            Impossible: A name cannot be a directory's.
         """
         if self.source.stage == 3 or self.stage == 3:
             return {}
         module: Mapping[str, Tensor] = self.source.model["module"]
         partitioned = self.source.parameters
-        return {name: value for name, value in module.items() if name not in partitioned and isinstance(value, Tensor)}
+        found = {name: value for name, value in module.items() if name not in partitioned and isinstance(value, Tensor)}
+        for name in found:
+            check_name(name)
+        return found
 
     @cached_property
     def steps(self) -> Mapping[str, Any]:

@@ -247,7 +247,7 @@ def _check_opened(source: ShardedSource, shard: Shard) -> None:
 def _check(source: ShardedSource, shards: Sequence[Shard]) -> None:
     """Checks all of a source, with those ``shards`` of it that are open, rank 0's first."""
     for parameter in source.parameters.values():
-        _check_name(parameter.name)
+        check_name(parameter.name)
         have = sum(piece.numel for piece in parameter.pieces)
         if have != parameter.numel:
             raise Disagrees(f"{parameter.name}: {have} of {parameter.numel} values are in the files")
@@ -331,11 +331,15 @@ def _check_numbers(source: ShardedSource, shards: Sequence[Shard]) -> None:
                     )
 
 
-def _check_name(name: str) -> None:
-    """A parameter's name becomes a directory below ``zero/``."""
+def check_name(name: str) -> None:
+    """Checks the name of a parameter or a buffer, which becomes a directory below ``zero/``.
+
+    Raises:
+        Impossible: It cannot be one.
+    """
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or str(path) != name or path.parts[0] == COMMON_STATE:
-        raise Impossible(f"the parameter name {name!r} cannot be a directory's; rename it in the model")
+    if str(path) != name or path.is_absolute() or path.parts[:1] in ((), (COMMON_STATE,)) or ".." in path.parts:
+        raise Impossible(f"the name {name!r} cannot be a directory's; rename it in the model")
 
 
 def _number(step: Any) -> float | None:

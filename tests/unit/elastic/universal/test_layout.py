@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 
@@ -61,3 +62,16 @@ def test_files_that_are_universal_already(tmp_path: Path) -> None:
     convert_directory(tmp_path / "global_step3", tmp_path / "universal")
     with pytest.raises(Impossible, match=r"^universal is universal already: it loads as it is; for another --stage"):
         convert_directory(tmp_path / "universal", tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["../../../stray", "."])
+def test_a_buffers_name_stays_below_the_target(name: str, tmp_path: Path) -> None:
+    """A parameter's does, too; but these are in no optimizer's list."""
+    source = tmp_path / "global_step3"
+    write_shards(source, {"weight": (3, 5)})
+    content = torch.load(source / "mp_rank_00_model_states.pt", weights_only=False)
+    content["module"][name] = torch.ones(2)
+    torch.save(content, source / "mp_rank_00_model_states.pt")
+    with pytest.raises(Impossible, match="cannot be a directory's"):
+        convert_directory(source, tmp_path / "below" / "universal")
+    assert not (tmp_path / "stray").exists()
