@@ -39,6 +39,7 @@ _PLAIN = {"argparse", "array", "collections", "datetime", "decimal", "fractions"
 # Such classes of modules that also have others. (A zoneinfo.ZoneInfo is called by name, and so never read.)
 _PLAIN_CLASSES = {"random.Random", "time.struct_time", "types.SimpleNamespace"}
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_NUMPYS = re.compile(r"numpy\.(?:_core|core)\.multiarray\.(?:scalar|_reconstruct)")
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 
@@ -161,6 +162,8 @@ def describe_refusal(file: str, error: Exception, advice: str = "") -> str:
     found, end = _REFUSED.search(str(error)), ""
     if found:
         end = ": it is not safe to load" if _runs_anything(found[1]) else advice
+        if _NUMPYS.fullmatch(found[1]):
+            end = ": save NumPy's numbers as float(…), its arrays as tensors" + advice
     what = found[1] if found else "something"
     return f"{file} holds {what}, which is not on the list of what is loaded from checkpoints{end}"
 
