@@ -20,6 +20,30 @@ if "fail" in sys.argv:
 """
 
 
+ENGINE = """
+class DeepSpeedEngine:
+    def __init__(self, module, optimizer, stage, rank):
+        self.module, self.optimizer, self.stage, self.global_rank = module, optimizer, stage, rank
+
+    def zero_optimization_stage(self):
+        return self.stage
+
+    def load_checkpoint(self, load_dir, tag=None):
+        return load_dir, {}
+"""
+LOADING = """
+import sys, types, torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+norm, frozen, plain = torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 2)
+plain.register_buffer("made_anew", torch.ones(1), persistent=False)
+one, two = types.SimpleNamespace(fp16_groups=[[1]]), types.SimpleNamespace(fp16_groups=[[1], [2]])
+for case in ((norm, None, 1, 0), (torch.nn.Sequential(norm, frozen), two, 3, 0), (norm, two, 3, 1), (plain, one, 3, 0)):
+    assert DeepSpeedEngine(*case).load_checkpoint("here") == ("here", {})
+sys.modules["dalsegno.elastic.deepspeed.loading"] = types.ModuleType("ours")
+DeepSpeedEngine(norm, None, 1, 0).load_checkpoint("here")
+"""
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     """A script, and a package that reads its configuration as DeepSpeed does."""
@@ -34,15 +58,21 @@ def script(tmp_path: Path) -> Path:
         "from .runtime.config import DeepSpeedConfig\nclass Engine:\n    def __init__(self, given):\n"
         "        self.load_universal = DeepSpeedConfig(given, mpu=None).load_universal_checkpoint\n"
     )
+    (runtime / "engine.py").write_text(ENGINE)
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path / "train.py"
 
 
 def run(script: Path, *words: str, universal: str = "") -> subprocess.CompletedProcess[str]:
+    path = filter(None, [os.environ.get("PYTHONPATH")])
     return subprocess.run(
         [sys.executable, *words],
         cwd=script.parent,
-        env={**os.environ, "PYTHONPATH": str(script.parent), "DALSEGNO_DEEPSPEED_LOAD_UNIVERSAL": universal},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(script.parent), *path]),
+            "DALSEGNO_DEEPSPEED_LOAD_UNIVERSAL": universal,
+        },
         capture_output=True,
         text=True,
         timeout=60,
@@ -68,3 +98,18 @@ def test_what_was_imported_before_is_changed_too(script: Path) -> None:
     load = "from dalsegno.agent.standby.load_universal import install; install()"
     code = f"import deepspeed; {load}; exec(open('train.py').read())"
     assert run(script, "-c", code).stdout == "True [] __main__\n"
+
+
+@pytest.mark.slow
+def test_what_deepspeed_leaves_out_is_told(script: Path) -> None:
+    """Once for a load, by rank 0, of what the model has, and not where our own loading repairs it."""
+    script.write_text(LOADING)
+    assert not run(script, "-u", "train.py").stderr
+    done = run(script, *arguments_for(("-u", "train.py")), universal="1")
+    assert done.returncode == 0, done.stderr
+    start, end = "dalsegno: DeepSpeed does not load all from universal files: ", "in docs/scripts.md"
+    said = [line for line in done.stderr.splitlines() if line.startswith(start) and line.endswith(end)]
+    groups = "; all parameter groups have the first one's settings, and count their steps together: see"
+    assert len(said) == len(done.stderr.splitlines()) == 2
+    assert f"{start}buffers keep the values that the script gave them: see" in said[0]
+    assert f"{start}buffers and frozen parameters keep the values that the script gave them{groups}" in said[1]
