@@ -67,11 +67,12 @@ class ElasticTrainer(SavingTrainer):
         """
         refusals.refuse(self)
         refusals.refuse_losses(self, fixed_micro_batch=options.fixed_micro_batch)
-        if session().resume is None:
-            refusals.refuse_shared_batch(self.args, options)
         if options.stay:
+            # Before this process asks for its session, which would then be one of the script's own.
             staying.refuse(self, strategy_of(self))
             self.staying = staying.Worlds(self, functools.partial(self._begin, options))
+        if session().resume is None:
+            refusals.refuse_shared_batch(self.args, options)
         refusals.refuse_world(self, session().max_world_size)
         self._begin(options)
         self.add_callback(Boundaries(self))

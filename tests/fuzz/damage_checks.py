@@ -16,8 +16,10 @@ from dalsegno.agent.control.embedded import EmbeddedMaster
 from dalsegno.agent.control.spawning import TokenLostError
 from dalsegno.agent.storage import private as private_files
 from dalsegno.agent.storage.job_directory import JobDirectory, StorageError
-from dalsegno.elastic.checkpoint import CheckpointStore, inspect, is_checkpoint_name
+from dalsegno.elastic.checkpoint import MANIFEST, CheckpointStore, inspect, is_checkpoint_name
 from dalsegno.elastic.checkpoint import files as checkpoint_files
+from dalsegno.elastic.checkpoint.layout import SEALED
+from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.saving.resuming import newest
 from dalsegno.master.record.store import SqliteStore, StoreError
@@ -80,12 +82,20 @@ def _check_commands(rng: random.Random, root: Path, intact: set[str], whole: set
     reachable = {name for name in intact if _there(root, name.partition("/")[0])}
     if missing := reachable - called:
         raise Broken(f"verify does not call {sorted(missing)} intact: {said[-500:]}")
-    if code == 0 and _named(root) - whole:
-        raise Broken(f"verify ended with 0 although {sorted(_named(root) - whole)} are damaged")
+    damaged = {name for name in _named(root) - whole if not _is_unsealed(root / JOB / name)}
+    if code == 0 and damaged:
+        raise Broken(f"verify ended with 0 although {sorted(damaged)} are damaged")
     code, said = _run("checkpoints", "ls", str(root))
     if missing := [name for name in reachable if f"  {name.partition('/')[2]}  " not in said]:
         raise Broken(f"ls does not list {missing}")
     _run("checkpoints", "show", str(root / JOB / rng.choice(sorted(_named(root) or {"none"}))))
+
+
+def _is_unsealed(path: Path) -> bool:
+    """Whether a run that has sealed others has neither sealed nor marked this one: a save that goes on looks so."""
+    if not path.is_dir() or os.path.lexists(path / MANIFEST):
+        return False
+    return (path.parent / SEALED).is_dir() and path.name not in marked(path.parent)
 
 
 def _named(root: Path) -> set[str]:
