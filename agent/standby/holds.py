@@ -73,13 +73,21 @@ _NAMED = frozenset(module for module, *_ in (*_ELSEWHERE, *_COPIES, *_READERS))
 
 
 class _Imports:
-    """An import hook that tells when modules with functions to hold are imported. It finds no module itself."""
+    """An import hook that tells when modules with functions to hold are imported. It finds no module itself.
+
+    It stays on `sys.meta_path`: were it taken out, an import on another thread would pass over a finder, and not find
+    a module that is there.
+
+    Attributes:
+        over: It does nothing any more.
+    """
 
     def __init__(self, imported: Callable[[str], None]) -> None:
         self._imported = imported
+        self.over = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in _NAMED:
+        if self.over or name not in _NAMED:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
@@ -95,7 +103,7 @@ class _Imports:
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            if self in sys.meta_path:
+            if not self.over:
                 self._imported(name)
 
         with contextlib.suppress(AttributeError):  # a class of Python's own modules, which are imported by now
@@ -157,9 +165,7 @@ class Holds:
 
     def end(self) -> None:
         """Restores the functions. A function that somebody has wrapped meanwhile stays, and lets every call pass."""
-        self._over = True
-        if self._imports in sys.meta_path:
-            sys.meta_path.remove(self._imports)
+        self._over = self._imports.over = True
         self._replaced.put_back()
 
     def _replace(self, owner: Any, name: str, before: _Function) -> None:

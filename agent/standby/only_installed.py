@@ -36,6 +36,8 @@ class _Refuses(Loader):
 class OnlyInstalled:
     """An import hook, as a context manager. Who only looks for a user's own module finds it.
 
+    It stays on `sys.meta_path` behind that, and does nothing: see `holds._Imports`.
+
     Args:
         first: the directory that the script has first on `sys.path`; "": none.
 
@@ -44,7 +46,7 @@ class OnlyInstalled:
     """
 
     def __init__(self, first: str) -> None:
-        self._places = own_places(first)
+        self._places, self._over = own_places(first), False
         self.met = next((name for place in self._places for name in hidden_of_pythons(place)), "")
 
     def __enter__(self) -> OnlyInstalled:
@@ -52,11 +54,11 @@ class OnlyInstalled:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        sys.meta_path.remove(self)
+        self._over = True
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Finds a user's own top-level module, which then does not run."""
-        if path is not None or is_in_interpreter(name) or not is_in(name, self._places):
+        if self._over or path is not None or is_in_interpreter(name) or not is_in(name, self._places):
             return None
         spec = PathFinder.find_spec(name, list(self._places))
         if spec is not None:

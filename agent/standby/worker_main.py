@@ -120,15 +120,19 @@ def _by_torch() -> bool:
 
 
 class _SessionImport:
-    """An import hook that reports once that this process imports what `session()` comes from. It finds no module."""
+    """An import hook that reports once that this process imports what `session()` comes from. It finds no module.
+
+    It stays where it is: an import that is under way, here or on another thread, would pass over the next finder.
+    """
 
     def __init__(self, word: Word) -> None:
-        self._word = word
+        self._word: Word | None = word
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if self in sys.meta_path and (is_of_session(name) or (name == _SESSION_PACKAGE and not _by_torch())):
-            sys.meta_path.remove(self)
-            self._word.say({"imports": True})
+        word = self._word
+        if word is not None and (is_of_session(name) or (name == _SESSION_PACKAGE and not _by_torch())):
+            self._word = None
+            word.say({"imports": True})
 
 
 def become(
