@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -40,8 +39,8 @@ class _Waiting:
 
             def exec_module(module: ModuleType) -> None:
                 # Not earlier: who only looks for a module does not import it.
-                with contextlib.suppress(ValueError):
-                    sys.meta_path.remove(self)
+                # And not from the list itself: an import under way on another thread would pass over the next finder.
+                sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
                 execute(module)
                 self._change(module)
 

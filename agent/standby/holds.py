@@ -121,7 +121,6 @@ class Holds:
     def __init__(self, meet: Callable[[str], None], looked: Looked) -> None:
         self._meet = meet
         self._looked = looked
-        self._over = False
         self._imports = _Imports(self._hold)
         self._replaced = Replacements()
 
@@ -165,7 +164,7 @@ class Holds:
 
     def end(self) -> None:
         """Restores the functions. A function that somebody has wrapped meanwhile stays, and lets every call pass."""
-        self._over = self._imports.over = True
+        self._imports.over = True
         self._replaced.put_back()
 
     def _replace(self, owner: Any, name: str, before: _Function) -> None:
@@ -175,7 +174,7 @@ class Holds:
 
         @functools.wraps(function)
         def ours(*args: Any, **options: Any) -> Any:
-            if not self._over:
+            if not self._imports.over:
                 before(*args, **options)
             return function(*args, **options)
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +41,25 @@ def test_when_it_is_imported() -> None:
     importlib.import_module(NAME)
     assert seen == [module]
     assert sys.meta_path == before
+
+
+def test_an_import_that_is_under_way_passes_over_no_finder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hook goes while an import, here or on another thread, is at a finder behind it."""
+    (tmp_path / "found_all_the_same.py").write_text("", encoding="ascii")
+    seen: list[ModuleType] = []
+
+    class Other:
+        """What another thread imports at this moment."""
+
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "found_all_the_same":
+                importlib.import_module(NAME)
+
+    monkeypatch.setattr(sys, "meta_path", [Other(), PathFinder])
+    when_imported(NAME, seen.append)
+    assert importlib.import_module("found_all_the_same").__name__ in sys.modules
+    assert [module.__name__ for module in seen] == [NAME]
+    del sys.modules["found_all_the_same"]
 
 
 def test_what_is_imported_already() -> None:
