@@ -36,6 +36,15 @@ _PIPES = ("|", "|&")
 # Behind these an agent's name is a command for certain: behind `echo` it is none.
 _STARTS = (*_KEYWORDS, *_BUILTINS, *_BECOMES_ANOTHER, *("exec", "if", "then", "else", "while", "until", "do", "{"))
 _ENDS = (";", "&&", "||", "|", "&", ";;")
+# Flags of the agent behind which no value stands, in the spelling with hyphens. (Its parser lies above this room.)
+SWITCHES = frozenset(
+    (
+        *("--auto-config", "--auto-tunning", "--comm-perf-test", "--deepspeed-load-universal", "--dlrover"),
+        *("--dlrover-fixes", "--exclude-straggler", "--make-room", "--network-check", "--new-run", "--no-python"),
+        *("--node-check", "--numa-affinity", "--run-path", "--save-at-breakpoint", "--standalone"),
+        *("--universal-checkpoint", "--virtual-local-rank", "--help", "-h"),
+    )
+)
 
 
 class _Piece(NamedTuple):
@@ -233,7 +242,7 @@ def up_to_script(words: Sequence[str]) -> list[str]:
     for word in (re.sub("[\"']", "", word) for word in words):
         if not word.startswith("-") and (not value or word.endswith(".py")):
             break
-        value = word.startswith("-") and "=" not in word
+        value = word.startswith("-") and "=" not in word and word.replace("_", "-") not in SWITCHES
         own.append(word)
         if word in ("-m", "--module"):
             break

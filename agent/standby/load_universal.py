@@ -43,7 +43,9 @@ def _tell(module: ModuleType) -> None:
     @functools.wraps(plain)
     def load_checkpoint(self: Any, *arguments: Any, **named: Any) -> Any:
         loaded = plain(self, *arguments, **named)
-        if self.global_rank == 0 and _OURS not in sys.modules and (lost := _left_out(self)):
+        # DeepSpeed returns no path where it found nothing to load, and says so.
+        found = loaded is not None and loaded[0] is not None
+        if found and self.global_rank == 0 and _OURS not in sys.modules and (lost := _left_out(self)):
             print(
                 f"dalsegno: DeepSpeed does not load all from universal files: {'; '.join(lost)}: see 'DeepSpeed at"
                 " another number of ranks' in docs/scripts.md",
@@ -64,6 +66,12 @@ def _left_out(engine: Any) -> list[str]:
     frozen = any(not parameter.requires_grad for parameter in engine.module.parameters())
     both = " and ".join(name for name, there in (("buffers", buffers), ("frozen parameters", frozen)) if there)
     found = [f"{both} keep the values that the script gave them"] if both else []
-    if engine.zero_optimization_stage() == 3 and len(getattr(engine.optimizer, "fp16_groups", ())) > 1:
-        found.append("all parameter groups have the first one's settings, and count their steps together")
+    optimizer = getattr(engine.optimizer, "optimizer", None)
+    if engine.zero_optimization_stage() == 3 and optimizer is not None:
+        if len(optimizer.param_groups) > 1:
+            found.append("all parameter groups have the first one's settings")
+        # One tensor for all pieces, of which each counts a step of its own. (A number is counted for each by itself.)
+        steps = [state["step"] for state in optimizer.state.values() if hasattr(state.get("step"), "add_")]
+        if len({id(step) for step in steps}) < len(steps):
+            found.append("the optimizer's pieces count their steps together")
     return found

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from dalsegno.agent.commands.arguments import build_parser
 from dalsegno.agent.deploy.job import job_of
 from dalsegno.agent.deploy.refusals import TARGETS, refusals
+from dalsegno.agent.deploy.shell_line import SWITCHES
 from dalsegno.protos.yaml_text import InputRefused
 from tests.support.deploy import AUTOSCALED, BY_METRIC, ETCD, FULL, GPT, TLS, job
 
@@ -30,6 +32,28 @@ def test_a_shell_line_says_how_many_nodes(changes: dict[str, Any], nodes: tuple[
     """Where no key does; what stands elsewhere in it is another's."""
     one = job(**{"command": None, "nnodes": None, **changes})
     assert (one.nnodes, refusals(one, "k8s")) == (nodes, [])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"command": ["--no-python", "./train.sh", "--master-addr", "10.0.0.1", "--help"]},
+        {"command": ["--make-room", "train", "--nnodes", "2"]},
+        {"command": ["--max_restarts", "3", "--no_python", "./launch", "--standalone"]},
+        {"command": None, "shell": "exec dalsegno-run --no-python ./x --drain-timeout=300 --nnodes=7"},
+    ],
+)
+def test_flags_of_a_program_behind_a_switch_are_its_own(changes: dict[str, Any]) -> None:
+    """A switch has no value, so what follows it is the program."""
+    assert refusals(job(**changes), "k8s") == []
+
+
+def test_the_switches_are_those_of_the_parser() -> None:
+    """All that it has, for nobody adds one there and thinks of this place."""
+    actions = [action for action in build_parser({})._actions if action.nargs == 0]
+    flags = {flag.partition("=")[0].replace("_", "-") for action in actions for flag in action.option_strings}
+    # Behind these a command may end: the next word is the module.
+    assert flags - {"-m", "--module"} == SWITCHES
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [

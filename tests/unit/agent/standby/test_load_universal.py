@@ -29,16 +29,29 @@ class DeepSpeedEngine:
         return self.stage
 
     def load_checkpoint(self, load_dir, tag=None):
-        return load_dir, {}
+        return load_dir, (load_dir and {})
 """
 LOADING = """
 import sys, types, torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 norm, frozen, plain = torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 2)
 plain.register_buffer("made_anew", torch.ones(1), persistent=False)
-one, two = types.SimpleNamespace(fp16_groups=[[1]]), types.SimpleNamespace(fp16_groups=[[1], [2]])
-for case in ((norm, None, 1, 0), (torch.nn.Sequential(norm, frozen), two, 3, 0), (norm, two, 3, 1), (plain, one, 3, 0)):
+
+
+def optimizer(groups, *steps):
+    # Of stage 3, of which each piece of a parameter group has a state of its own.
+    states = {number: {"step": step} if step is not None else {} for number, step in enumerate(steps)}
+    return types.SimpleNamespace(optimizer=types.SimpleNamespace(param_groups=[{}] * groups, state=states))
+
+
+shared = torch.ones(())
+one, two = optimizer(1, torch.ones(()), torch.ones(())), optimizer(2, shared, shared)
+pieces = optimizer(1, shared, shared, None)
+both = torch.nn.Sequential(norm, frozen)
+cases = [(norm, None, 1, 0), (both, two, 3, 0), (norm, two, 3, 1), (plain, one, 3, 0), (plain, pieces, 3, 0)]
+for case in cases:
     assert DeepSpeedEngine(*case).load_checkpoint("here") == ("here", {})
+assert DeepSpeedEngine(norm, None, 1, 0).load_checkpoint(None) == (None, None)
 sys.modules["dalsegno.elastic.deepspeed.loading"] = types.ModuleType("ours")
 DeepSpeedEngine(norm, None, 1, 0).load_checkpoint("here")
 """
@@ -109,7 +122,9 @@ def test_what_deepspeed_leaves_out_is_told(script: Path) -> None:
     assert done.returncode == 0, done.stderr
     start, end = "dalsegno: DeepSpeed does not load all from universal files: ", "in docs/scripts.md"
     said = [line for line in done.stderr.splitlines() if line.startswith(start) and line.endswith(end)]
-    groups = "; all parameter groups have the first one's settings, and count their steps together: see"
-    assert len(said) == len(done.stderr.splitlines()) == 2
+    steps = "the optimizer's pieces count their steps together: see"
+    groups = f"; all parameter groups have the first one's settings; {steps}"
+    assert len(said) == len(done.stderr.splitlines()) == 3
     assert f"{start}buffers keep the values that the script gave them: see" in said[0]
     assert f"{start}buffers and frozen parameters keep the values that the script gave them{groups}" in said[1]
+    assert f"{start}{steps}" in said[2]
