@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import events as ev
-from .decision import Decision
+from .decision import STOP_PATIENCE_SECONDS, Decision
 from .state import AgentState, Workers
 
 # Seconds without an answer to the first registration after which people are told.
@@ -31,7 +31,9 @@ def leave_out_stops(decision: Decision) -> None:
         door.granted = True
         door.answer_deadline = max(door.answer_deadline, soon)
     if state.workers is Workers.STOPPING and not state.stop_granted and state.stop_deadline < soon:
-        state.stop_granted, state.stop_deadline = True, soon
+        # They are killed by now; whoever takes what they saved stood still as well, and has all of its time before it.
+        state.stop_granted = True
+        state.stop_deadline = now + state.settings.save_timeout + STOP_PATIENCE_SECONDS
     leave = state.leave
     if leave is not None and not leave.granted:
         last = now + max(SILENCE_SECONDS, state.settings.save_timeout)

@@ -268,8 +268,18 @@ def test_the_end_of_workers_that_lies_unread_counts(behind: float) -> None:
     assert not [one for one in agent.did(ev.Say) if "stuck in the kernel" in one.text]
 
 
+def test_what_workers_saved_is_taken_behind_a_stop() -> None:
+    """Ctrl-Z while it is copied, `fg`: 5 s later the workers counted as stuck, and what they saved was not waited for."""
+    agent = Agent(save_timeout=10.0, adopts=True).registered().running()
+    agent.directed(gather=control_pb2.Gather(round=2))
+    assert agent.stands_still(200.0) == []
+    assert agent.waits(50.0) == []
+    agent.hear(ev.WorkersStopped(1))
+    assert not [one for one in agent.did(ev.Say) if "stuck in the kernel" in one.text]
+
+
 def test_workers_that_do_not_end_are_given_up_behind_a_stop() -> None:
-    """It is waited for 5 s more, once for each stop."""
+    """It is waited for once more."""
     agent = Agent().registered().running()
     agent.directed(gather=control_pb2.Gather(round=2))
     assert agent.stands_still(100.0) == []

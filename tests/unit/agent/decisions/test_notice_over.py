@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.decisions.state import Workers
 from dalsegno.protos import control_pb2, worker_pb2
 from tests.unit.agent.decisions.test_decisions import MANIFEST, SEALED, Agent, kinds, world
 
@@ -71,6 +72,16 @@ def test_that_lengthens_a_notice_once(seconds: float) -> None:
     again.hear(ev.Signalled(signal.SIGTERM))
     again.stands_still(100.0)
     assert kinds(again.stands_still(100.0)) != []
+
+
+def test_what_a_leaver_saved_is_taken_behind_a_stop() -> None:
+    """Its script has no session, and its workers are being stopped: Ctrl-Z, `fg`. It left 5 s later, with 76."""
+    agent = Agent(save_timeout=10.0, release_timeout=5.0, adopts=True).registered().running(session=False)
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    assert agent.state.workers is Workers.STOPPING
+    assert agent.stands_still(200.0) == []
+    assert "Exit" not in kinds(agent.waits(9.0))
+    assert agent.state.workers is Workers.STOPPING
 
 
 def test_a_stop_that_costs_a_notice_nothing_is_not_counted() -> None:
