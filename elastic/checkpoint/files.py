@@ -247,6 +247,8 @@ def replace_file(path: Path, text: bytes, *, lasting: bool = True) -> None:
 def place_file(source: Path, target: Path) -> bool:
     """Puts a finished file under a second name: a hard link, or a durable copy where links are not possible.
 
+    The copy has the time of ``source``, as a link has: some look at what is newer by it.
+
     Returns:
         Whether it is a link, so that a change of the one is a change of the other.
 
@@ -263,8 +265,12 @@ def place_file(source: Path, target: Path) -> bool:
     except OSError:
         # The names are on two file systems, or on one without links (some FUSE mounts, SMB).
         with open(source, "rb") as reader, open(target, "xb") as writer:
+            about = os.fstat(reader.fileno())
             shutil.copyfileobj(reader, writer, 4 << 20)
             writer.flush()
+            # Some mounts let nobody set a time.
+            with contextlib.suppress(OSError):
+                os.utime(writer.fileno(), ns=(about.st_atime_ns, about.st_mtime_ns))
             os.fsync(writer.fileno())
         return False
 

@@ -71,6 +71,28 @@ def test_nothing_of_another_tag_comes_behind_what_was_written_later(
     assert steps(tmp_path) == [1]
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_what_was_written_while_the_last_one_was_copied_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """A copy keeps the time of its file, with hard links as without: another tag, saved meanwhile, was passed over."""
+
+    def none(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", none)
+    states(tmp_path / "e1/global_step10", *ZERO_1)
+    for name in ZERO_1:
+        os.utime(tmp_path / "e1/global_step10" / name, (1000, 1000))
+    first_node_took(tmp_path, monkeypatch, world(1), 10)
+    states(tmp_path / "e1/epoch_20", *ZERO_1)
+    for name in ZERO_1:
+        os.utime(tmp_path / "e1/epoch_20" / name, (1010, 1010))
+    assert take(tmp_path, world(1)) == []
+    assert steps(tmp_path) == [10, 20]
+
+
 def test_a_file_that_is_written_over_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts no steps: that it is another one shows in its size and time."""
     states(tmp_path / "e1", "ckpt.pt")
