@@ -244,6 +244,19 @@ class JoinFailed:
 
 
 @dataclass(frozen=True)
+class LooksAgain:
+    """Before it registers, this node looks at the checkpoint directory again, as the file system fails.
+
+    Attributes:
+        seconds: Until then nobody is asked for an answer.
+        reason: What the file system said.
+    """
+
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class Remark:
     """Something that people must be told about this node, or about what their script does."""
 
@@ -293,6 +306,7 @@ Event = (
     | JoinPrepared
     | JoinFailed
     | ManifestRead
+    | LooksAgain
     | Remark
     | ConversionUpdate
     | VerificationMoved

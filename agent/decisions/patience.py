@@ -60,6 +60,16 @@ def await_answer(decision: Decision) -> None:
         decision.wake_at(decision.now + LOOK_SECONDS)
 
 
+def looks_again(decision: Decision, event: ev.LooksAgain) -> None:
+    """Nobody is asked for an answer meanwhile, so it is no silence. People are told once why it takes long."""
+    door = decision.state.door
+    if door.answer_deadline is not None:
+        door.answer_deadline += event.seconds
+    if not door.told_unread:
+        door.told_unread = True
+        decision.do(ev.Say(f"it does not register yet, and looks again for some seconds: {event.reason}", True))
+
+
 def check_answer(decision: Decision) -> None:
     """Gives up if nobody has answered the first registration, once nothing else is in the queue, such as an answer."""
     state = decision.state

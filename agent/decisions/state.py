@@ -72,6 +72,8 @@ class Door:
     granted: bool = False
     # People know that nobody has answered yet.
     told: bool = False
+    # And that the checkpoint directory cannot be read yet.
+    told_unread: bool = False
     postponed: str = ""
     # If another live node holds the user's node name: when to ask again, and until when.
     register_at: float | None = None

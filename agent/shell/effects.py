@@ -283,7 +283,7 @@ class Effects:
             else:
                 self._mailbox.put(ev.Refused("STORAGE", reason))
 
-        self.storage.survey(ready, unreadable, patient=not previous)
+        self.storage.survey(ready, unreadable, not previous, lambda *why: self._mailbox.put(ev.LooksAgain(*why)))
 
     def _registered(self, incarnation: str, reply: control_pb2.RegisterReply) -> None:
         if problem := problem_of_reply(reply):

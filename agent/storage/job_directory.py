@@ -190,16 +190,26 @@ class Storage:
         # Held while checkpoints are deleted, until that is told: a look at the free room waits for it.
         self.deletion, self.keeps_spares = threading.Lock(), False
 
-    def survey(self, deliver: Callable[[Survey], None], failed: Callable[[str], None], patient: bool = True) -> None:
+    def survey(
+        self,
+        deliver: Callable[[Survey], None],
+        failed: Callable[[str], None],
+        patient: bool = True,
+        again: Callable[[float, str], None] = lambda seconds, reason: None,
+    ) -> None:
         """Looks at the job's directory: once, but where it cannot be read, for some seconds (`looked_again`).
 
         Not `patient`: of a node that was in already, and that a master without a record hears only for some seconds.
+        `again` hears before each further look at a file system that fails in how many seconds that is, and why.
         """
         look = self.directory.survey if patient else partial(self.directory.survey, passes_over=True)
 
+        def looks_again(seconds: float, error: OSError) -> None:
+            again(seconds, unread(self.directory.root, error))
+
         def work() -> None:
             try:
-                survey = looked_again(look, self._closing, patient=patient)
+                survey = looked_again(look, self._closing, patient=patient, again=looks_again)
             except OSError as error:
                 failed(unread(self.directory.root, error))
                 return

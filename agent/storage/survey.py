@@ -149,7 +149,9 @@ class Manifests:
                 del self._logged[next(iter(self._logged))]
 
 
-def looked_again(look: Callable[[], Survey], closing: Event, *, patient: bool) -> Survey:
+def looked_again(
+    look: Callable[[], Survey], closing: Event, *, patient: bool, again: Callable[[float, OSError], None]
+) -> Survey:
     """What a look at the job's directory finds. It is repeated for about two seconds while this user may not read it.
 
     Where the file system fails it is repeated for about twenty seconds: one stale handle would cost the node for good.
@@ -158,6 +160,7 @@ def looked_again(look: Callable[[], Survey], closing: Event, *, patient: bool) -
         look: looks once.
         closing: set when nobody waits for it any more.
         patient: also for a file system that fails.
+        again: hears, where that fails, in how many seconds it is looked at again, and why.
 
     Raises:
         NotPrivateError: at once.
@@ -170,9 +173,12 @@ def looked_again(look: Callable[[], Survey], closing: Event, *, patient: bool) -
         except NotPrivateError:
             raise
         except OSError as error:
-            pause = next(short if _is_of_rights(error) or shortage(error) else failing, None)
+            passing = _is_of_rights(error) or shortage(error)
+            pause = next(short if passing else failing, None)
             if pause is None:
                 raise
+            if not passing:
+                again(pause, error)
             logger.info("the checkpoint directory is looked at again: %s", error)
         # No event tells of a change of rights, or when a file system works again.
         closing.wait(pause)

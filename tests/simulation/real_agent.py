@@ -227,7 +227,13 @@ class Files:
         disk, host = self._sim.disk, self._agent.host
         return Survey(disk.read_probe(host), tuple(disk.inventory(host)), tuple(disk.finished_runs(host)))
 
-    def survey(self, deliver: Callable[[Survey], None], failed: Callable[[str], None], patient: bool = True) -> None:
+    def survey(
+        self,
+        deliver: Callable[[Survey], None],
+        failed: Callable[[str], None],
+        patient: bool = True,
+        again: Callable[[float, str], None] = lambda seconds, reason: None,
+    ) -> None:
         self._later(0.001, 0.05, self._quick, lambda: deliver(self._seen()))
 
     def look(

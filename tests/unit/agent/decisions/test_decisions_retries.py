@@ -202,6 +202,21 @@ def test_a_master_that_never_answers_ends_the_agent() -> None:
     assert "no master answered within 20 s" in ending.message
 
 
+def test_a_directory_that_is_looked_at_again_is_no_silent_master() -> None:
+    """Nobody is asked before it can be read: the line, and the end with 2, named a master that had heard nothing."""
+    agent = Agent(connect_timeout=10.0, addresses="h:1")
+    agent.hear(ev.Started())
+    said = ev.Say("it does not register yet, and looks again for some seconds: a stale handle", True)
+    assert agent.hear(ev.LooksAgain(1.0, "a stale handle")) == [said]
+    assert agent.waits(1.0) == []
+    for seconds in (3.0, 6.0, 10.0):
+        assert agent.hear(ev.LooksAgain(seconds, "a stale handle")) == []
+        assert agent.waits(seconds) == []
+    assert agent.waits(4.0) == []
+    assert kinds(agent.waits(1.0)) == ["Say"]
+    assert kinds(agent.waits(5.0)) == ["Exit"]
+
+
 def test_who_gave_only_an_endpoint_hears_how_a_node_hosts_a_master() -> None:
     """As torchrun's nodes do, whose --rdzv-backend a person may have left out."""
     agent = Agent(connect_timeout=20.0, addresses="h:1", hint="; so and so")
@@ -269,7 +284,7 @@ def test_the_end_of_workers_that_lies_unread_counts(behind: float) -> None:
 
 
 def test_what_workers_saved_is_taken_behind_a_stop() -> None:
-    """Ctrl-Z while it is copied, `fg`: 5 s later the workers counted as stuck, and what they saved was not waited for."""
+    """Ctrl-Z while it is copied, `fg`: they counted as stuck 5 s later, and that was not waited for."""
     agent = Agent(save_timeout=10.0, adopts=True).registered().running()
     agent.directed(gather=control_pb2.Gather(round=2))
     assert agent.stands_still(200.0) == []

@@ -129,6 +129,23 @@ def test_who_cannot_register_says_so(
     assert event.detail.startswith("this node cannot register: this process may have no more files open")
 
 
+def test_who_waits_for_a_file_system_says_so_before_it_registers(
+    effects: Effects, mailbox: Mailbox[ev.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for an answer passed meanwhile, though nobody had been asked."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(survey, "_FAILING_PAUSES_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(JobDirectory, "survey", fails)
+    assert effects.perform(ev.Register("", "me"))
+    heard = [mailbox.get(10.0) for _ in range(3)]
+    reason = "the checkpoint directory cannot be read: [Errno 116] Stale file handle"
+    assert heard[:2] == [ev.LooksAgain(0.01, reason), ev.LooksAgain(0.02, reason)]
+    assert isinstance(heard[2], ev.Refused)
+
+
 def test_who_registers_again_does_so_at_once(effects: Effects, monkeypatch: pytest.MonkeyPatch) -> None:
     """A master without a record listens for `--node-timeout`, 15 s: 20 s of looks at a stale handle came too late."""
 
@@ -146,7 +163,7 @@ def test_a_new_incarnation_begins_when_the_decision_falls(effects: Effects, monk
     """Not when the directory has been read: what is called meanwhile is the new incarnation's."""
     order: list[str] = []
     monkeypatch.setattr(effects.client, "new_session", lambda: order.append("session"))
-    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable, patient: order.append("survey"))
+    monkeypatch.setattr(effects.storage, "survey", lambda *_: order.append("survey"))
     assert effects.perform(ev.Register("before", "me"))
     assert order == ["session", "survey"]
 
@@ -166,7 +183,7 @@ def test_a_master_without_memory_is_told_what_the_one_before_said(
     workers write it into manifests."""
     registered: list[control_pb2.RegisterRequest] = []
     monkeypatch.setattr(effects.client, "register", registered.append)
-    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable, patient: ready(Survey("probe", (), ())))
+    monkeypatch.setattr(effects.storage, "survey", lambda ready, *_: ready(Survey("probe", (), ())))
     effects.perform(ev.Register())
     assert not registered[0].HasField("known_settings")
     effects._registered("first", control_pb2.RegisterReply(settings=control_pb2.Settings(min_nodes=1, max_nodes=1)))
@@ -194,7 +211,7 @@ def registered(effects: Effects, monkeypatch: pytest.MonkeyPatch) -> list[contro
         requests.append(copied)
 
     monkeypatch.setattr(effects.client, "register", register)
-    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable, patient: ready(Survey("probe", (), ())))
+    monkeypatch.setattr(effects.storage, "survey", lambda ready, *_: ready(Survey("probe", (), ())))
     effects.perform(ev.Register())
     return requests
 
