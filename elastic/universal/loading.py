@@ -29,6 +29,7 @@ from .archive import refuse_packed
 from .errors import EnvironmentFailed
 from .mapping import NotPlainError, open_mapped
 from .members import member, write_by_value
+from .numpys import STAND_INS, as_numpys
 
 SAFE_CLASSES: tuple[type, ...] = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, SubparamShape)
 _ALLOWED: tuple[Callable[..., Any], ...] = (*SAFE_CLASSES, member)
@@ -39,7 +40,7 @@ _PLAIN = {"argparse", "array", "collections", "datetime", "decimal", "fractions"
 # Such classes of modules that also have others. (A zoneinfo.ZoneInfo is called by name, and so never read.)
 _PLAIN_CLASSES = {"random.Random", "time.struct_time", "types.SimpleNamespace"}
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-_NUMPYS = re.compile(r"numpy\.(?:_core|core)\.multiarray\.(?:scalar|_reconstruct)")
+_NUMPYS = re.compile(r"numpy\.(?:dtype|ndarray|(?:_core|core)\.multiarray\.(?:scalar|_reconstruct))")
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 
@@ -78,7 +79,7 @@ def _read(path: Path, mmap: bool) -> tuple[Any, list[Any]]:
         return storage
 
     with _our_classes():
-        return torch.load(path, map_location=stay, weights_only=True, mmap=mmap), storages
+        return as_numpys(torch.load(path, map_location=stay, weights_only=True, mmap=mmap)), storages
 
 
 # What was loaded, and its storages, by file.
@@ -106,7 +107,16 @@ def _of(path: Path) -> tuple[int, ...]:
 def _our_classes() -> Any:
     """Those of our list that are not allowed yet: when torch's context ends, it takes away all that it was given."""
     there = torch.serialization.get_safe_globals()
-    return torch.serialization.safe_globals([found for found in _ALLOWED if found not in there])
+    ours: list[Any] = [found for found in _ALLOWED if found not in there]
+    # A script may have allowed NumPy's own, which do not go together with those that stand for them.
+    if not {_name(found) for found in there} & {_name(found) for found in STAND_INS}:
+        ours += STAND_INS
+    return torch.serialization.safe_globals(ours)
+
+
+def _name(found: Any) -> str:
+    """What a file calls it. Newer versions of torch also take a function together with its name."""
+    return str(found[1]) if isinstance(found, tuple) else f"{found.__module__}.{found.__qualname__}"
 
 
 @contextmanager

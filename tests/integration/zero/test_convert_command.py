@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from rich.console import Console
 
 from dalsegno.agent.commands import convert_command, dalsegno
@@ -49,6 +51,22 @@ def test_a_checkpoint_of_deepspeeds(sources: Sources, tmp_path: Path, run: Run) 
     assert out.startswith(f"{tmp_path / 'universal'}: {len(made)} files, {size:.1f} MB, in ")
     assert files_below(tmp_path / "universal") == files_below(tmp_path / "other")
     assert not (tmp_path / "latest_universal").exists()
+
+
+def test_numpys_values_in_a_client_state(sources: Sources, tmp_path: Path, run: Run) -> None:
+    """A metric, and a generator's state: what scripts put there ended the conversion, and with it each other world."""
+    source = tmp_path / "global_step3"
+    shutil.copytree(sources.get(2, 2)[0], source, ignore=shutil.ignore_patterns("MANIFEST.json"))
+    state = {"best": numpy.float64(0.25), "numpy": numpy.random.RandomState(3).get_state()}
+    for path in source.glob("*_model_states.pt"):
+        torch.save({**torch.load(path, weights_only=False), **state}, path)
+    code, _, err = run("--no-latest", source, tmp_path / "universal")
+    assert (code, err) == (0, "")
+    (made,) = (tmp_path / "universal").glob("mp_rank_*_model_states.pt")
+    found = torch.load(made, weights_only=False)
+    assert found["best"] == 0.25
+    assert [type(one) for one in found["numpy"]] == [type(one) for one in state["numpy"]]
+    assert numpy.array_equal(found["numpy"][1], state["numpy"][1])
 
 
 @pytest.fixture

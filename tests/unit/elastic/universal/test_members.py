@@ -20,7 +20,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
@@ -181,13 +180,6 @@ def test_classes_may_be_trusted(tmp_path: Path, content: Any) -> None:
     """Those of a script, and those of Python's own that only hold values."""
     said = refused(tmp_path, Call(type(content), 1))
     assert said.endswith("which is not on the list of what is loaded from checkpoints; if you trust it: so")
-
-
-@pytest.mark.parametrize("value", [numpy.float64(1.5), numpy.ones(2)], ids=["number", "array"])
-def test_what_to_do_with_numpys_is_said(tmp_path: Path, value: Any) -> None:
-    """What makes them is a function, which nobody can allow as a class."""
-    said = refused(tmp_path, value)
-    assert "list of what is loaded from checkpoints: save NumPy's numbers as float(…), its arrays as tensors" in said
 
 
 @pytest.mark.parametrize(
