@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from ..rank import rng
 from .counts import Counts, Finish, Measured, Totals
 from .evaluated_alike import LENGTH, ReadTogether, compare, length_of
 from .evaluated_samples import PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS, EvaluatedSamples
-from .fetching import begun
+from .fetching import begun, is_iterable
 
 _OWN_OPTIONS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn", "generator")
 
@@ -106,7 +106,7 @@ class Evaluator:
             raise ValueError(f"batch_size and interrupt_every must be at least 1: {batch_size}, {interrupt_every}")
         for name in (loader_options or {}).keys() & set(_OWN_OPTIONS):
             raise ValueError(f"loader_options cannot have {name!r}: the Evaluator deals the samples itself")
-        if _is_iterable(dataset) and loader_options:
+        if is_iterable(dataset) and loader_options:
             raise ValueError("an iterable data set is read by each rank itself: leave loader_options out")
         if isinstance(dataset, Iterator):
             raise ValueError("an iterator or generator object can be read only once: give what makes one anew")
@@ -114,7 +114,7 @@ class Evaluator:
         self._collate, self._finish = collate or default_collate, finish or Totals.metrics
         self._options, self._interrupt_every = dict(loader_options or {}), interrupt_every
         self._check_data = check_data
-        self._samples = None if _is_iterable(dataset) else EvaluatedSamples(dataset, self._options)
+        self._samples = None if is_iterable(dataset) else EvaluatedSamples(dataset, self._options)
 
     def check(
         self,
@@ -177,7 +177,7 @@ class Evaluator:
         """
         where = _device_for(model, device)
         rank, world_size = _place()
-        counts, stream = Counts(where), ReadTogether(where) if _is_iterable(self._dataset) else None
+        counts, stream = Counts(where), ReadTogether(where) if is_iterable(self._dataset) else None
         with _evaluating(model, rank), torch.no_grad():
             # In here, because a data set may ask the model itself for a sample.
             length = self._compare(where, interrupt is not None, busy)
@@ -207,7 +207,7 @@ class Evaluator:
 
     def _alike(self, asked: bool) -> dict[str, Any]:
         """What must be alike on all ranks, by name; ``asked``: there is an ``interrupt``."""
-        stream = _is_iterable(self._dataset)
+        stream = is_iterable(self._dataset)
         return {
             "whether the data set is iterable": stream,
             LENGTH: length_of(self._dataset, stream=stream),
@@ -293,10 +293,6 @@ def _evaluating(model: nn.Module, rank: int) -> Iterator[None]:
         for module, mode in modes:
             module.training = mode
         rng.restore(generators)
-
-
-def _is_iterable(dataset: Any) -> bool:
-    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 def _anything(totals: Totals) -> bool:
