@@ -42,7 +42,7 @@ from ..saving.schedules import check_factors, factors
 from ..training.entry import refused_together
 from ..training.reading_state import copied_by_name, owned
 from ..universal.errors import ConversionError
-from ..universal.forms import Form
+from ..universal.forms import ZERO, Form
 from ..universal.layout import engine_directory
 from ..universal.loading import describe_refusal, each_once, only_safe_loading
 from ..universal.source import open_source
@@ -61,7 +61,7 @@ from .loading import (
 )
 from .making import spare_work
 from .saving import SCHEDULE
-from .view import ZERO, resharded_view, sharded_view, universal_view
+from .view import resharded_view, sharded_view, universal_view
 
 _ROUND_ROBIN = (
     "made with zero_optimization.round_robin_gradients, which lays weights out in a way that checkpoints do not "

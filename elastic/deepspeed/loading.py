@@ -28,14 +28,14 @@ from dalsegno.protos.text import few
 
 from ..rank.threads import shared_out
 from ..saving.optimizers import check_parameters
-from ..universal.forms import NUMBERS
+from ..universal.forms import NESTED, NUMBERS, ZERO
 from ..universal.loading import load
 from ..universal.shards import FP32
-from ..universal.source import ADAM_STATES
+from ..universal.source import ADAM_STATES, COMMON_STATE
 from ..universal.values import STEP, Values
 from .copies import copy_whole, other_experts
 from .model_states import ModelStates, unpartitioned
-from .view import COMMON, NESTED, ZERO, model_states_file
+from .view import model_states_file
 from .weights import weights_from_file
 
 TRAINED_NOTE = "dalsegno_trained"
@@ -76,7 +76,7 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
 
         def ours(groups: str, folder: str) -> None:  # type: ignore[misc]  # each stage's own signature
             trained = int(engine.global_steps) > int(engine.skipped_steps)
-            load_groups(optimizer, groups, values, load(Path(folder) / ZERO / COMMON), trained=trained)
+            load_groups(optimizer, groups, values, load(Path(folder) / ZERO / COMMON_STATE), trained=trained)
 
     setattr(optimizer, _loader(engine), ours)
     own_states = loads_any_state(engine)
@@ -217,7 +217,7 @@ def load_sub_groups(optimizer: Any, values: Values, trained: Callable[[], bool],
         OSError: A file cannot be read.
         RuntimeError: Something was not saved.
     """
-    common = load(Path(folder) / ZERO / COMMON)
+    common = load(Path(folder) / ZERO / COMMON_STATE)
     optimizer._load_global_state_stage3(common)
     # Write both precisions.
     optimizer.load_module_checkpoint_state_from_checkpoint_dir_stage3(folder, True)
@@ -349,7 +349,7 @@ def torch_optimizer(engine: Any) -> Any:
 
 def repair_groups(engine: Any, directory: Path) -> None:
     """Gives each parameter group its own hyperparameters."""
-    state = load(directory / ZERO / COMMON)
+    state = load(directory / ZERO / COMMON_STATE)
     optimizer = torch_optimizer(engine)
     saved = state.get(NESTED, state)["param_groups"]
     if len(saved) != len(optimizer.param_groups):

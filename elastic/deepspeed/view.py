@@ -20,13 +20,9 @@ import torch
 
 from dalsegno.protos.contract import Variable
 
-from ..universal.forms import Form
+from ..universal.forms import NESTED, ZERO, Form, model_states_name
 from ..universal.loading import load
-
-ZERO, COMMON = "zero", "optimizer_state.pt"
-NESTED = "optimizer_state_dict"
-"""The key of the common state that stage 3 has and the others have not."""
-_MODEL = {False: "mp_rank_00_model_states.pt", True: "zero_pp_rank_0_mp_rank_00_model_states.pt"}
+from ..universal.source import COMMON_STATE
 
 
 def model_states_file(directory: Path, model_rank: int = 0) -> Path:
@@ -68,7 +64,7 @@ def universal_view(directory: Path, stage: int) -> Iterator[Path]:
         RuntimeError: It is not one, or lacks what it must have.
         OSError: The file system says no.
     """
-    common: Mapping[str, Any] = load(directory / ZERO / COMMON)
+    common: Mapping[str, Any] = load(directory / ZERO / COMMON_STATE)
     wants_nested = stage == 3
     if (NESTED in common) == wants_nested:
         with sharded_view(directory) as view:
@@ -79,10 +75,10 @@ def universal_view(directory: Path, stage: int) -> Iterator[Path]:
         view = parent / "checkpoint"
         (view / ZERO).mkdir(parents=True)
         for entry in (directory / ZERO).iterdir():
-            if entry.name != COMMON:
+            if entry.name != COMMON_STATE:
                 (view / ZERO / entry.name).symlink_to(entry.resolve())
-        (view / _MODEL[wants_nested]).symlink_to(model.resolve())
-        torch.save(_nested(common, directory) if wants_nested else _plain(common, model), view / ZERO / COMMON)
+        (view / model_states_name(stage)).symlink_to(model.resolve())
+        torch.save(_nested(common, directory) if wants_nested else _plain(common, model), view / ZERO / COMMON_STATE)
         yield view
 
 
@@ -92,7 +88,7 @@ def resharded_view(source: Path, form: Form) -> Iterator[Path]:
     with _temporary() as parent:
         view = parent / "checkpoint"
         (view / ZERO).mkdir(parents=True)
-        torch.save(form.common_state(), view / ZERO / COMMON)
+        torch.save(form.common_state(), view / ZERO / COMMON_STATE)
         for name, there in form.model_files.items():
             (view / name).symlink_to((source / there).resolve())
         yield view

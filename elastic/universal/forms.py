@@ -23,16 +23,23 @@ from .source import ADAM_STATES, COMMON_STATE, ShardedSource, check_name
 
 ZERO = "zero"
 PARAM = "param"
+NESTED = "optimizer_state_dict"
+"""The key of the common state that stage 3 has and the others have not."""
 NUMBERS = "dalsegno_numbers"
 """Key in the common state: what an optimizer counts besides its step, by parameter. DeepSpeed's loaders ignore it."""
 _MODEL_STAGE_1_2 = "mp_rank_00_model_states.pt"
 _MODEL_STAGE_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _PADDINGS = "group_paddings"
-_OPTIMIZER_STATE_DICT, _PARAM_GROUPS = "optimizer_state_dict", "param_groups"
+_PARAM_GROUPS = "param_groups"
 # For stages 1 and 2: what lies in the parameters' own files.
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 # What both kinds of optimizer have in common.
 _GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "partition_count")
+
+
+def model_states_name(stage: int) -> str:
+    """Under which name the loader of a ZeRO stage looks for the first rank's model states."""
+    return _MODEL_STAGE_3 if stage == 3 else _MODEL_STAGE_1_2
 
 
 @dataclass(frozen=True)
@@ -92,8 +99,7 @@ class Form:
     def model_files(self) -> Mapping[str, str]:
         """Files of model states, which are taken over unchanged: path in the universal form, and name in the source."""
         names = {name: name for name in self.source.model_files}
-        wanted = _MODEL_STAGE_3 if self.stage == 3 else _MODEL_STAGE_1_2
-        return {wanted: self.source.model_files[0], **names}
+        return {model_states_name(self.stage): self.source.model_files[0], **names}
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +135,7 @@ class Form:
         # Some optimizers count steps in the group; stage 3's loader looks here.
         scalars = {group: {"step": groups[0].get("step", 0), **values} for group, values in self._scalars().items()}
         inner = {"state": scalars, _PARAM_GROUPS: groups}
-        return {**state, "zero_stage": ZeroStageEnum.weights, _OPTIMIZER_STATE_DICT: inner, _PARAM_GROUPS: groups}
+        return {**state, "zero_stage": ZeroStageEnum.weights, NESTED: inner, _PARAM_GROUPS: groups}
 
     def _own_state_1_2(self) -> dict[str, Any]:
         state = {key: value for key, value in self.source.first.optimizer.items() if key not in _SHARDED}
@@ -141,7 +147,7 @@ class Form:
         state = {key: value for key, value in self.source.first.optimizer.items() if key != "fp32_flat_groups"}
         groups = self._groups()
         inner = {"state": self._scalars(), _PARAM_GROUPS: groups}
-        return {**state, _OPTIMIZER_STATE_DICT: inner, _PARAM_GROUPS: groups}
+        return {**state, NESTED: inner, _PARAM_GROUPS: groups}
 
     def _scalars(self) -> dict[int, dict[str, Any]]:
         """What is not partitioned, by (sub-)group: stage 3's loader wants a step there."""
