@@ -12,6 +12,7 @@ from dalsegno.protos.text import few
 
 from ..rank.remarks import remark
 from ..saving.replicas import is_repeated
+from .unlisted import each_buffer
 
 __all__ = ["FirstBuffers", "FirstWeights", "check_places"]
 
@@ -95,12 +96,7 @@ class FirstBuffers:
 
 def listed_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that ``state_dict()`` lists, by their names there."""
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+    return {name: buffer for name, buffer, listed in each_buffer(model) if listed}
 
 
 def check_places(weights: Mapping[str, Any]) -> None:

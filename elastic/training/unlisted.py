@@ -8,7 +8,7 @@ knows what they are for.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -103,14 +103,20 @@ class Unlisted:
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that are not persistent, by name; without those whose changes nobody can see."""
-    found = {}
+    # Of those of inference mode torch counts no changes.
+    return {
+        name: buffer
+        for name, buffer, listed in each_buffer(model)
+        if not listed and _can_be_read(buffer) and not buffer.is_inference()
+    }
+
+
+def each_buffer(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """All buffers, with their names, and whether ``state_dict()`` lists them."""
     for prefix, module in model.named_modules():
-        for name in sorted(module._non_persistent_buffers_set):
-            buffer = module._buffers.get(name)
-            # Of those of inference mode torch counts no changes.
-            if buffer is not None and _can_be_read(buffer) and not buffer.is_inference():
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield f"{prefix}.{name}" if prefix else name, buffer, name not in module._non_persistent_buffers_set
 
 
 def said(attributes: tuple[str, ...]) -> str:
