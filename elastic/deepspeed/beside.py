@@ -16,10 +16,9 @@ from dalsegno.protos.text import few
 from ..rank.remarks import remark
 from ..saving.replicas import loadable, tensors
 from ..saving.resuming import ResumePoint
-from ..saving.unfit import is_of_the_state
 from ..training.entry import refused_together
 from ..training.parts import Stateful, check_same, kept_of
-from ..training.reading_state import load_part
+from ..training.reading_state import load_kept
 from ..universal.layout import engine_directory
 from ..universal.loading import load
 from .view import model_states_file
@@ -98,12 +97,7 @@ class BesideEngine:
         with refused_together(), resume.unless_damaged():
             kept = _saved(path)[PARTS]
             for name, part in self._parts.items():
-                try:
-                    load_part(part, kept[name]["state"])
-                except (ValueError, KeyError, RuntimeError) as error:
-                    if not is_of_the_state(error):
-                        raise
-                    raise ValueError(f"the {name} in {path.name} does not fit this one: {error}") from error
+                load_kept(part, kept[name], name, path.name)
 
     def _checked(self) -> dict[str, dict[str, Any]]:
         kept = kept_of(self._parts)

@@ -19,6 +19,7 @@ from dalsegno.protos.text import few
 from ..rank.threads import shared_out
 from ..saving.bundles import unpacked
 from ..saving.resuming import ResumePoint
+from ..saving.unfit import is_of_the_state
 from ..universal.archive import Packed, refuse_packed
 from ..universal.mapping import NotPlainError, open_mapped
 from .digest import is_plain
@@ -52,6 +53,23 @@ def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
         if loaded is not None:
             only_from = parameter.dtype if converts else None
             held[parameter] = {key: _as_saved(one, saved.get(key), cast, only_from) for key, one in loaded.items()}
+
+
+def load_kept(part: Stateful, kept: Mapping[str, Any], name: str, checkpoint: str, *, cast: bool = False) -> None:
+    """The same from what `parts.kept_of` has of a part.
+
+    Args:
+        name, checkpoint: The part's and the checkpoint's, for the message.
+
+    Raises:
+        ValueError: It does not fit.
+    """
+    try:
+        load_part(part, kept["state"], cast=cast)
+    except (ValueError, KeyError, RuntimeError) as error:
+        if not is_of_the_state(error):
+            raise
+        raise ValueError(f"the {name} in {checkpoint} does not fit this one: {error}") from error
 
 
 def _is_optimizer(part: Stateful) -> bool:

@@ -46,7 +46,7 @@ from .in_forward import is_compiled
 from .left_out import OptimizerWatch
 from .left_schedules import LeftSchedules
 from .parts import Stateful, check_initialised, check_same, kept_of
-from .reading_state import check_same_dtypes, check_same_names, load_part, load_weights, owned, read_saved
+from .reading_state import check_same_dtypes, check_same_names, load_kept, load_part, load_weights, owned, read_saved
 from .sending import send_what_differs
 from .session import BareSession
 from .unlisted import Unlisted, has_extra_state
@@ -344,12 +344,7 @@ class TrainingState:
         if not kept and self._parts and self._session.rank == 0:
             remark("of %s only the weights are loaded: %s begin anew", resume.ref.name, few(self._parts))
         for name, part in self._parts.items() if kept else ():
-            try:
-                load_part(part, kept[name]["state"], cast=cast)
-            except (ValueError, KeyError, RuntimeError) as error:
-                if not is_of_the_state(error):
-                    raise
-                raise ValueError(f"the {name} in {resume.ref.name} does not fit this one: {error}") from error
+            load_kept(part, kept[name], name, resume.ref.name, cast=cast)
             if not other_schedule:
                 check_factors(kept[name].get("factors", {}), factors(part))
             # An earlier version did not ask for schedules: nothing is known of them.

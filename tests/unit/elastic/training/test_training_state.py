@@ -129,9 +129,9 @@ def test_another_model_is_refused_with_the_reason(tmp_path: Path) -> None:
         (RuntimeError, "CUDA error: an illegal memory access was encountered"),
     ],
 )
-@pytest.mark.parametrize("where", ["load_part", "load_weights"])
+@pytest.mark.parametrize(("where", "what"), [(reading_state, "load_part"), (training_state, "load_weights")])
 def test_what_a_machine_lacks_is_not_said_of_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, kind: type[Exception], text: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, what: str, kind: type[Exception], text: str
 ) -> None:
     """It loads at the next start, where another process's memory is free again."""
 
@@ -139,7 +139,7 @@ def test_what_a_machine_lacks_is_not_said_of_the_checkpoint(
         raise kind(text)
 
     saved(tmp_path, parts())
-    monkeypatch.setattr(training_state, where, lacks)
+    monkeypatch.setattr(where, what, lacks)
     with start(tmp_path) as session, pytest.raises(kind, match=re.escape(text)):
         TrainingState(session, **parts()).load()
 
