@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 
 # What torch's writer, which is C++, says when a disk takes no more.
 _WRITER = re.compile(r"PytorchStreamWriter|inline_container|unexpected pos|basic_ios|iostream error|file write failed")
-_MEMORY = re.compile(r"not enough memory|can't allocate memory|out of memory|can't start new thread", re.IGNORECASE)
+NO_MEMORY = "allocate memory|not enough memory|out of memory|start new thread"
+"""A pattern of what general errors say, in small letters or large ones, where a machine has too little memory."""
+_MEMORY = re.compile(NO_MEMORY, re.IGNORECASE)
 # Errors about a path although its directory can be written: the path is wrong, and will be the next time.
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 

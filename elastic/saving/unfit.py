@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from ..rank.agreement import Trouble
 from ..rank.collective import OtherThread, PeerLost
+from .save_errors import NO_MEMORY
 
 # Not every version of torch has the last one, and none has a class for what the host lacks.
 _SURROUNDINGS: tuple[type[BaseException], ...] = (
     *(OSError, MemoryError, Trouble, PeerLost, OtherThread),
     *(torch.OutOfMemoryError, dist.DistError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError)),
 )
-_WORDS = re.compile(r"allocate memory|not enough memory|out of memory|start new thread|(CUDA|HIP) error", re.IGNORECASE)
+_WORDS = re.compile(rf"{NO_MEMORY}|(CUDA|HIP) error", re.IGNORECASE)
 
 
 class Unfit(ValueError):

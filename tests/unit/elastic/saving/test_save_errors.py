@@ -42,6 +42,7 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (OSError(errno.EIO, "Input/output error"), SURROUNDINGS),
         (MemoryError(), SURROUNDINGS),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), SURROUNDINGS),
+        (RuntimeError("unable to mmap 4096 bytes: Cannot allocate memory (12)"), SURROUNDINGS),
         (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"), SURROUNDINGS),
         (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), SURROUNDINGS),
         (chained(RuntimeError("could not save"), FULL), SURROUNDINGS),
