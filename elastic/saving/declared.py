@@ -31,6 +31,11 @@ _MODEL = re.compile(r"mp_rank_\d+_model_states\.pt")
 _RANK = re.compile(r"(rank[-_]?)(\d+)", re.IGNORECASE)
 
 
+def is_engine(value: object) -> bool:
+    """Whether something is an engine of DeepSpeed's."""
+    return callable(getattr(value, "zero_optimization_stage", None))
+
+
 def how_loaded(write: Any) -> dict[str, Any]:
     """What a save, or whose ``write`` it is, says of how it is loaded, by its words for that: see ``Shape``."""
     owner = write.__self__ if inspect.ismethod(write) and write.__name__ == "write" else None
@@ -69,15 +74,15 @@ def _engines(write: Any) -> Iterator[Any]:
     while isinstance(write, functools.partial):
         write = write.func
     if inspect.ismethod(write) and write.__name__ == "save_checkpoint":
-        yield from filter(_is_engine, [write.__self__])
+        yield from filter(_saves_as_engine, [write.__self__])
     if not inspect.isfunction(write) or "save_checkpoint" not in write.__code__.co_names:
         return
     seen = inspect.getclosurevars(write)
-    yield from filter(_is_engine, [*seen.nonlocals.values(), *seen.globals.values()])
+    yield from filter(_saves_as_engine, [*seen.nonlocals.values(), *seen.globals.values()])
 
 
-def _is_engine(value: Any) -> bool:
-    return callable(getattr(value, "zero_optimization_stage", None)) and hasattr(value, "save_checkpoint")
+def _saves_as_engine(value: Any) -> bool:
+    return is_engine(value) and hasattr(value, "save_checkpoint")
 
 
 def contradiction(paths: Sequence[str], strategy: str, any_world_size: bool) -> str | None:

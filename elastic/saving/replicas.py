@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .bundles import Bundle, refused_of
+from .declared import is_engine
 from .unfit import is_of_the_state
 
 # A model's state in messages.
@@ -61,7 +62,7 @@ def check_whole(model: nn.Module, *, meta: bool = False) -> None:
     Raises:
         ValueError: It is sharded, or has no values or shapes yet.
     """
-    if hasattr(model, "is_gradient_accumulation_boundary"):
+    if is_engine(model):
         raise ValueError("a DeepSpeed engine saves by itself: use dalsegno.elastic.deepspeed, save and restore")
     for name, module in model.named_modules():
         # Compared by name: importing the class takes torch a second, and a script that uses it has imported it.

@@ -23,6 +23,7 @@ from torch import nn
 from ..data.batches import Batches
 from ..rank.collective import Pending
 from ..rank.way_in import TRAINS, way_in
+from ..saving.declared import is_engine
 from ..training import session as lower
 from ..training.entry import open_session
 from ..training.loop import steps
@@ -239,7 +240,7 @@ class Session(lower.BareSession):
         """
         with self.meetings.telling():
             self._check_before("engine", self._trained)
-            if not hasattr(engine, "zero_optimization_stage"):
+            if not is_engine(engine):
                 what = "s.state(model, optimizer) is for it" if isinstance(engine, nn.Module) else "give the first of "
                 what += "" if isinstance(engine, nn.Module) else "what deepspeed.initialize(...) returns"
                 raise ValueError(f"s.engine(engine): a {type(engine).__name__} is no DeepSpeed engine; {what}")
@@ -359,7 +360,7 @@ class Session(lower.BareSession):
         return None if none_stays("s.steps()") else self._wish
 
     def _check_without_state(self, data: Any, *, background: bool, save: Any) -> None:
-        if isinstance(data, ScriptState) or hasattr(data, "zero_optimization_stage"):
+        if isinstance(data, ScriptState) or is_engine(data):
             raise ValueError("s.steps(data, state): the data come first")
         if background:
             raise ValueError("background=True belongs to s.steps(data, state); otherwise save=background(...)")
@@ -378,7 +379,7 @@ class Session(lower.BareSession):
         if isinstance(state, Batches) or isinstance(data, ScriptState):
             raise ValueError("s.steps(data, state): the data come first, then the state")
         if not hasattr(state, "saving"):
-            how = "s.engine(engine)" if hasattr(state, "zero_optimization_stage") else "s.state(model, optimizer)"
+            how = "s.engine(engine)" if is_engine(state) else "s.state(model, optimizer)"
             raise ValueError(f"s.steps(data, state): a {type(state).__name__} is no state; {how} makes one")
         if not isinstance(data, Batches):
             raise ValueError(

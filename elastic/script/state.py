@@ -20,6 +20,7 @@ from ..rank.hooks import until_gone
 from ..rank.process_group import init_process_group
 from ..rank.way_in import STATE, way_in
 from ..saving.background_save import Background, background
+from ..saving.declared import is_engine
 from ..training.parts import Stateful
 from ..training.session import BareSession
 from ..training.staying import Wrappers
@@ -118,7 +119,7 @@ class ScriptState(TrainingState):
         """See `Trained`."""
         self._check_unmoved()
         called = self._called.found() if self._wrap is None else self.model
-        if hasattr(called, "zero_optimization_stage"):
+        if is_engine(called):
             raise ValueError("this model is trained by a DeepSpeed engine: give s.engine(engine), not s.state(model)")
         if self._micros is None or self._micros.model is not called:
             self._micros = Micros(called, *(part for part in self.parts.values() if isinstance(part, Optimizer)))
@@ -205,7 +206,7 @@ def checked_parts(model: Any, parts: Mapping[str, Any], wrap: Any) -> None:
             f"s.state(model, optimizer, wrap=...): the model is a {type(model).__name__} already; give the plain one, "
             "which is wrapped anew in each world"
         )
-    if hasattr(model, "zero_optimization_stage"):
+    if is_engine(model):
         raise ValueError("this is a DeepSpeed engine: s.engine(engine)")
     if not isinstance(model, nn.Module):
         raise ValueError(f"s.state(model, optimizer): the model comes first, not a {type(model).__name__}")
@@ -239,7 +240,7 @@ def checked_beside(parts: Mapping[str, Any]) -> None:
 def _check_stateful(call: str, parts: Mapping[str, Any]) -> None:
     for name, part in parts.items():
         # One without an optimizer, of a model that only computes, has nothing but weights.
-        engine = isinstance(part, nn.Module) and hasattr(part, "zero_optimization_stage")
+        engine = isinstance(part, nn.Module) and is_engine(part)
         if engine and getattr(part, "optimizer", None) is not None:
             raise ValueError(
                 f"{call}({name}=...): a DeepSpeed engine is no part: its state_dict() has no optimizer. "

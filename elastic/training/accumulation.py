@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ..data.batch import Batch
 from ..data.micro_batch import MicroBatch
+from ..saving.declared import is_engine
 from .dealing import check_dealt
 from .parts import check_initialised
 from .wrappers import Frozen, tell
@@ -59,7 +60,7 @@ class Accumulation:
         self._open = ExitStack()
         self.deferrals = 0
         self._dealt = False
-        self._engine = hasattr(model, "is_gradient_accumulation_boundary")
+        self._engine = is_engine(model)
         self._sharded = [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
         self._defer = _deferring(model, self._sharded)
         self._static_graph = has_static_graph(model)
@@ -164,7 +165,7 @@ def synchronised(model: Any) -> Iterator[None]:
 
 def _deferring(model: nn.Module, sharded: list[nn.Module]) -> Callable[[], AbstractContextManager[Any]] | None:
     """How this model's synchronisation is deferred; None: it has none, or defers by itself (DeepSpeed)."""
-    if hasattr(model, "is_gradient_accumulation_boundary"):
+    if is_engine(model):
         return None
     if sharded:
         return lambda: _WithoutSync(sharded)

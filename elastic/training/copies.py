@@ -22,6 +22,7 @@ from dalsegno.protos.text import few
 from ..rank.agreement import Unlike, agree
 from ..rank.collective import Collective
 from ..rank.remarks import remark
+from ..saving.declared import is_engine
 from ..saving.optimizers import source_of_step
 from ..saving.replicas import unwrapped
 from . import digest
@@ -107,7 +108,7 @@ class Copies:
         """
         if not self.asked:
             return
-        inner = unwrapped(getattr(model, "module", model) if _is_engine(model) else model)
+        inner = unwrapped(getattr(model, "module", model) if is_engine(model) else model)
         copy = self._known.setdefault(id(inner), Copy(inner))
         if inner is not model:
             copy.wrapper = model
@@ -269,10 +270,6 @@ def _told(values: Sequence[CopiedValue]) -> Any:
     }
 
 
-def _is_engine(model: Any) -> bool:
-    return hasattr(model, "is_gradient_accumulation_boundary")
-
-
 def _of_all_ranks(copy: Copy, world_size: int) -> bool:
     """Whether each rank has this very model, and trains it together with all others."""
     wrapper = getattr(copy.wrapper, "_orig_mod", copy.wrapper)
@@ -284,14 +281,14 @@ def _of_all_ranks(copy: Copy, world_size: int) -> bool:
         hooks = [getattr(hook, "__qualname__", "") for hook, _ in wrapper._comm_hooks]
         local = any(name.startswith(_LOCAL) for name in hooks)
         return not local and wrapper.process_group.size() == world_size
-    if wrapper is not None and _is_engine(wrapper):
+    if wrapper is not None and is_engine(wrapper):
         return bool(getattr(wrapper, "dp_world_size", 0) == world_size)
     return True
 
 
 def _weights(copy: Copy) -> Iterator[CopiedValue]:
     wrapper = getattr(copy.wrapper, "_orig_mod", copy.wrapper)
-    together = isinstance(wrapper, DistributedDataParallel) or (wrapper is not None and _is_engine(wrapper))
+    together = isinstance(wrapper, DistributedDataParallel) or (wrapper is not None and is_engine(wrapper))
     ignored = getattr(wrapper, "parameters_to_ignore", ())
     trained = {id(p) for optimizer in copy.optimizers for p in _parameters(optimizer) if p.requires_grad}
     named = {id(parameter): name for name, parameter in copy.model.named_parameters()}
@@ -301,7 +298,7 @@ def _weights(copy: Copy) -> Iterator[CopiedValue]:
         elsewhere = hasattr(parameter, "ds_id") or not getattr(parameter, "allreduce", True)
         if digest.is_plain(parameter) and name not in ignored and not elsewhere and (copy.saved or not sharded):
             yield CopiedValue(name, parameter, id(parameter), id(parameter) in trained, copy.saved or together)
-    for optimizer in () if wrapper is not None and _is_engine(wrapper) else copy.optimizers:
+    for optimizer in () if wrapper is not None and is_engine(wrapper) else copy.optimizers:
         others = [p for p in _parameters(optimizer) if id(p) not in named and p.requires_grad and digest.is_plain(p)]
         for number, other in enumerate(others):
             name = f"parameter {number} of {type(optimizer).__name__}, not the model's"
@@ -309,7 +306,7 @@ def _weights(copy: Copy) -> Iterator[CopiedValue]:
 
 
 def _states(copy: Copy) -> Iterator[CopiedValue]:
-    if copy.wrapper is not None and _is_engine(copy.wrapper):
+    if copy.wrapper is not None and is_engine(copy.wrapper):
         return
     names = {id(parameter): name for name, parameter in copy.model.named_parameters()}
     sharded = any(not digest.is_plain(p) for p in copy.model.parameters())

@@ -18,6 +18,7 @@ from dalsegno.protos.text import few
 
 from ..rank.agreement import Refusal
 from ..rank.remarks import remark
+from ..saving.declared import is_engine
 
 __all__ = ["Together", "check_dealt", "together"]
 
@@ -51,7 +52,7 @@ def check_dealt(model: nn.Module, of: int, part: int) -> None:
     Raises:
         Refusal: They get others. On all of them.
     """
-    groups = getattr(model, "dp_world_size", None) if hasattr(model, "zero_optimization_stage") else None
+    groups = getattr(model, "dp_world_size", None) if is_engine(model) else None
     if isinstance(groups, int) and groups < of:
         raise Refusal(
             f"the engine's ranks compute each sample together (tensor, sequence or pipeline parallelism): of {of} "

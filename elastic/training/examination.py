@@ -18,6 +18,7 @@ from dalsegno.protos.contract import Variable
 
 from ..rank.exits import insist
 from ..rank.remarks import show
+from ..saving.declared import is_engine
 from .findings import Facts, findings, kinds_of
 from .in_forward import ForwardWatch, watch_forward
 
@@ -95,7 +96,7 @@ class Examination:
 
     def _learn_scale(self, model: Any) -> None:
         asked = [getattr(model, name, None) for name in ("fp16_enabled", "dynamic_loss_scale")]
-        if hasattr(model, "zero_optimization_stage") and all(callable(one) and one() for one in asked):
+        if is_engine(model) and all(callable(one) and one() for one in asked):
             self.learn(dynamic_scale=True)
 
     def learn_left_out(self, schedule: str, lacks: str, cure: str, *, refused: bool) -> None:

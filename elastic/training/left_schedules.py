@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ..data.batch import batch_in
 from ..rank.remarks import remark
 from ..saving.background_save import Background
+from ..saving.declared import is_engine
 from ..saving.schedules import has_moved, left_out, place_of, rates_of
 from .examination import Examination
 from .parts import kind
@@ -151,7 +152,7 @@ class ScheduleWatch:
 
 def optimizers_of(model: Any) -> Iterator[Any]:
     """The optimizers of a DeepSpeed engine that a schedule may have in its hands; of any other model none."""
-    if not hasattr(model, "zero_optimization_stage"):
+    if not is_engine(model):
         return
     known: list[Any] = []
     one = getattr(model, "optimizer", None)

@@ -104,11 +104,12 @@ ENGINE = SimpleNamespace(zero_optimization_stage=lambda: 1)
 class SecondEngine(nn.Linear):
     """As DeepSpeed's: a module with an optimizer, or with None."""
 
-    zero_optimization_stage = 1
-
     def __init__(self, optimizer: Any) -> None:
         super().__init__(1, 1)
         self.optimizer = optimizer
+
+    def zero_optimization_stage(self) -> int:
+        return 1
 
 
 def configured(script: Script) -> Session:

@@ -72,6 +72,9 @@ class Engine(Plain):
     def gradient_accumulation_steps(self) -> int:
         return self.accumulation
 
+    def zero_optimization_stage(self) -> int:
+        return 2
+
     def is_gradient_accumulation_boundary(self) -> bool:
         return (self.micro_steps + 1) % self.accumulation == 0
 
