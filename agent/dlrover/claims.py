@@ -7,19 +7,18 @@ lock on each while it lives. Both are taken, because containers may share one of
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 from ..processes.keeper import remove_files
 from ..processes.lifeline import Lifeline
+from ..processes.locked import held, is_at, lock_of
 from .names import SHARED_MEMORY, SOCKETS, run_name, segments, sockets
 
 __all__ = ["NameClaim", "sweep"]
@@ -64,9 +63,9 @@ class NameClaim:
 
     def close(self) -> None:
         """Removes all that stands under the name, as far as it is still ours."""
-        if _is_at(self._directory, str(sockets(self.name))):
+        if is_at(self._directory, str(sockets(self.name))):
             shutil.rmtree(sockets(self.name), ignore_errors=True)
-        if _is_at(self._owner, _owner_of(self.name)):
+        if is_at(self._owner, _owner_of(self.name)):
             remove_files(segments(self.name), _owner_of(self.name))
         os.close(self._directory)
         os.close(self._owner)
@@ -77,7 +76,7 @@ def sweep() -> list[str]:
     found = []
     is_safe = os.path.lexists(SOCKETS) and not _unsafe(os.lstat(SOCKETS))
     for name in (file.removesuffix(_OWNER) for file in _names_in(str(SHARED_MEMORY)) if file.endswith(_OWNER)):
-        with contextlib.suppress(OSError), _held(_owner_of(name), os.O_RDWR):
+        with contextlib.suppress(OSError), held(_owner_of(name), os.O_RDWR):
             if is_safe:
                 _remove_sockets(name)
             remove_files(segments(name), _owner_of(name))
@@ -134,49 +133,13 @@ def _take(name: str) -> tuple[int, int]:
         try:
             # No other user may enter: DLRover speaks pickle there.
             os.mkdir(sockets(name), 0o700)
-            return owner, _locked(str(sockets(name)), _DIRECTORY)
+            return owner, lock_of(str(sockets(name)), _DIRECTORY)
         except OSError:
             os.unlink(path)
             raise
     except OSError:
         os.close(owner)
         raise
-
-
-def _locked(path: str, flags: int) -> int:
-    """A descriptor that holds the lock of what this user has there.
-
-    Raises:
-        BlockingIOError: somebody else holds it.
-        OSError: it is a link, another user's, or gone.
-    """
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever held it may have removed it meanwhile, and somebody else made another one.
-        if os.fstat(descriptor).st_uid != os.geteuid() or not _is_at(descriptor, path):
-            raise FileNotFoundError(errno.ENOENT, "it is not there any more, or another user's", path)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-@contextlib.contextmanager
-def _held(path: str, flags: int) -> Iterator[int]:
-    """Holds the lock meanwhile. Raises as `_locked`."""
-    descriptor = _locked(path, flags)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _remove_sockets(name: str, *, without_owner: bool = False) -> bool:
@@ -188,7 +151,7 @@ def _remove_sockets(name: str, *, without_owner: bool = False) -> bool:
     """
     path = str(sockets(name))
     try:
-        with _held(path, _DIRECTORY) as directory:
+        with held(path, _DIRECTORY) as directory:
             if without_owner:
                 closed = stat.S_IMODE(os.fstat(directory).st_mode) == 0o700
                 # Without sockets it may be that of an agent that begins, in a container with another shared memory.

@@ -19,6 +19,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from .locked import held
 from .mounts import file_system_of
 
 __all__ = ["claim", "remove_leftovers"]
@@ -60,7 +61,7 @@ def remove_leftovers(place: Path, prefix: str) -> list[Path]:
     if file_system_of(place) not in _OF_ONE_MACHINE:
         return found
     for path in _private(place, prefix):
-        with contextlib.suppress(OSError), _owned(path):
+        with contextlib.suppress(OSError), held(path / _OWNER, os.O_RDWR):
             _remove(path)
             found.append(path)
     return found
@@ -78,23 +79,6 @@ def _private(place: Path, prefix: str) -> Iterator[Path]:
             found = entry.stat(follow_symlinks=False)
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
                 yield Path(entry.path)
-
-
-@contextlib.contextmanager
-def _owned(path: Path) -> Iterator[None]:
-    """Holds the lock of a directory meanwhile.
-
-    Raises:
-        OSError: it was never claimed, its owner lives, or another process is just removing it.
-    """
-    descriptor = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(descriptor), os.lstat(path / _OWNER)):
-            raise FileNotFoundError(str(path))
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:
