@@ -19,7 +19,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.addresses import addresses_of, host_and_port
 from dalsegno.protos.contract import GROW_SOON_SECONDS, JobSettings
 from dalsegno.protos.options import UsageError
-from dalsegno.protos.shortage import CannotStartError, shortage, starting
+from dalsegno.protos.shortage import shortage, starting
 
 from ..control.connection import Connector, Credentials
 from ..control.credentials import CredentialFiles, CredentialsError
@@ -43,7 +43,7 @@ from ..storage.macros import SAVE_DIR, macros_of
 from ..storage.namesake import unfinished
 from ..workers.attempts import forgetting
 from ..workers.last_words import without_file
-from ..workers.own_address import NoAddressError
+from ..workers.own_address import why_not_begun
 from ..workers.torch_versions import known
 from .asking import is_served
 from .beginning import Beginning
@@ -309,11 +309,7 @@ def _run(
                 config, directory, source.connector(), addresses, lifeline, mailbox, console.say, source.generation
             )
     except OSError as error:
-        if isinstance(error, (CannotStartError, NoAddressError)):
-            raise UsageError(str(error)) from error
-        raise UsageError(
-            f"{','.join(addresses)} cannot be reached: {error.strerror or error}; check --master, or --rdzv-endpoint"
-        ) from error
+        raise UsageError(why_not_begun(error, ",".join(addresses), "--master, or --rdzv-endpoint")) from error
     spec = WorkerSpec(
         role=torch_config.role,
         local_world_size=config.nproc,

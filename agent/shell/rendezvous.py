@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import COUNTED_BY_TORCHRUN, GROW_SOON_SECONDS, JobSettings, Variable
-from dalsegno.protos.shortage import CannotStartError, starting
+from dalsegno.protos.shortage import starting
 
 from ..control.connection import Connector
 from ..control.credentials import CredentialFiles
@@ -35,7 +35,7 @@ from ..decisions import handling
 from ..processes.lifeline import Lifeline
 from ..storage.complaint import not_made
 from ..storage.job_directory import JobDirectory, StorageError
-from ..workers.own_address import NoAddressError
+from ..workers.own_address import why_not_begun
 from ..workers.worker_env import WorldPlace, place_of
 from .config import AgentConfig
 from .console import RunConsole, make_log_dir, set_up_logging
@@ -145,10 +145,7 @@ class Rendezvous(RendezvousHandler):
                 )
         except OSError as error:
             self._lifeline.close()
-            if isinstance(error, (CannotStartError, NoAddressError)):
-                raise ValueError(str(error)) from error
-            why = error.strerror or error
-            raise ValueError(f"{config.addresses} cannot be reached: {why}; check --rdzv-endpoint") from error
+            raise ValueError(why_not_begun(error, config.addresses, "--rdzv-endpoint")) from error
         # Its workers have this process's environment.
         os.environ.update(self._effects.node_variables(os.environ))
         self._thread = threading.Thread(target=self._decide, name="dalsegno-rendezvous", daemon=True)

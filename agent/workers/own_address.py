@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dalsegno.protos.addresses import host_and_port
-from dalsegno.protos.shortage import shortage
+from dalsegno.protos.shortage import CannotStartError, shortage
 
 from ..decisions.interfaces import is_loopback, rank_interfaces, ranks_elsewhere
 
@@ -28,6 +28,7 @@ __all__ = [
     "interfaces",
     "node_address",
     "node_variables",
+    "why_not_begun",
 ]
 
 # Of linux/sockios.h: all IPv4 addresses, in records of name and socket address.
@@ -44,6 +45,18 @@ _NCCL_SETTING = re.compile(r"^\s*(NCCL_[A-Z_]+)\s*=", re.MULTILINE)
 
 class NoAddressError(OSError):
     """One line: what the user gave as this node's address has none."""
+
+
+def why_not_begun(error: OSError, masters: str, flags: str) -> str:
+    """One line for an agent that has no address, or cannot be started.
+
+    Args:
+        masters: whom it could not reach, if neither of the two errors says something else.
+        flags: what to check then.
+    """
+    if isinstance(error, (CannotStartError, NoAddressError)):
+        return str(error)
+    return f"{masters} cannot be reached: {error.strerror or error}; check {flags}"
 
 
 def node_address(masters: Sequence[str], local_addr: str | None) -> str:

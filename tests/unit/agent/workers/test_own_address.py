@@ -19,7 +19,9 @@ from dalsegno.agent.workers.own_address import (
     interfaces,
     node_address,
     node_variables,
+    why_not_begun,
 )
+from dalsegno.protos.shortage import CannotStartError
 
 OLD, NEW = "10.0.0.4", "10.0.0.9"
 
@@ -55,6 +57,20 @@ def test_what_the_user_gave_is_named_where_it_means_nothing() -> None:
     """Not the master, which may be well."""
     with pytest.raises(NoAddressError, match=r"^--local-addr=no-such-host\.invalid has no address: "):
         node_address(["127.0.0.1:1"], "no-such-host.invalid")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.EHOSTUNREACH, "No route"), "a:1,b:1 cannot be reached: No route; check --master"),
+        (OSError("odd"), "a:1,b:1 cannot be reached: odd; check --master"),
+        (NoAddressError("--local-addr=x has no address"), "--local-addr=x has no address"),
+        (CannotStartError("the agent cannot be started: full"), "the agent cannot be started: full"),
+    ],
+)
+def test_why_an_agent_does_not_begin(error: OSError, line: str) -> None:
+    """A master is named only where it is one."""
+    assert why_not_begun(error, "a:1,b:1", "--master") == line
 
 
 class LateNetwork:
