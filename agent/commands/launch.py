@@ -151,10 +151,10 @@ def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Scri
     return torch_config, Script(str(entrypoint), tuple(arguments))
 
 
-def _keeps_nothing(script: Script) -> bool:
-    """Whether its text says that its steps are heard, and that all of them are lost by a restart."""
+def _text(script: Script) -> str:
+    """Of its file; empty: it is a module, or no source that can be read."""
     source = script.source
-    return isinstance(source, Path) and source.is_file() and scripts.keeps_nothing(text_of(source))
+    return text_of(source) if isinstance(source, Path) else ""
 
 
 def _agent_config(
@@ -164,7 +164,7 @@ def _agent_config(
     # Also if the user gave the script this flag itself; it is called the same.
     settings.universal_checkpoint |= asks_for_universal(options.training_script_args)
     adopts = SAVE_DIR in macros_of(script.arguments)
-    if settings.grow_wait < 0 and not adopts and not expects_session(script) and not _keeps_nothing(script):
+    if settings.grow_wait < 0 and not (adopts or expects_session(script) or scripts.keeps_nothing(_text(script))):
         settings.grow_wait = GROW_SOON_SECONDS
     return AgentConfig(
         job_id=options.job_id,
@@ -215,9 +215,7 @@ def _best_rule(options: argparse.Namespace) -> BestRule | None:
 
 def _fixes(script: Script) -> str:
     """What the script asks of DLRover's trainer: "total", every world makes the same batch; "each", each its own."""
-    source = script.source
-    found = scripts.uses(text_of(source)) if isinstance(source, Path) else scripts.Uses()
-    return "each" if found.batch_of_its_own else "total"
+    return "each" if scripts.uses(_text(script)).batch_of_its_own else "total"
 
 
 def _connect(
