@@ -202,23 +202,21 @@ def _without_empty_end(pieces: list[_Piece]) -> list[_Piece]:
     return pieces[: last + 1]
 
 
-def _agent(text: str) -> tuple[int, list[str]] | None:
-    """Where the agent's name ends, and the words behind it up to its script; None: there is no agent to be seen.
-
-    The last one that has words behind it: `command -v dalsegno-run` only looks for it.
-    """
+def _own_words(text: str) -> list[str]:
+    """Those behind the agent's name up to its script; none where there is no agent to be seen."""
     pieces = _pieces(text)
     if pieces is None:
         run = _PROGRAM.search(text)
-        return run and (run.end(), up_to_script(text[run.end() :].split()))
+        return [] if run is None else up_to_script(text[run.end() :].split())
     at = _at(pieces)
-    if at is None:
-        return None
-    return sum(len(piece.text) for piece in pieces[: at + 1]), up_to_script(_words_behind(pieces, at))
+    return [] if at is None else up_to_script(_words_behind(pieces, at))
 
 
 def _at(pieces: Sequence[_Piece]) -> int | None:
-    """The place of the agent's name: of the last one that has words behind it."""
+    """The place of the agent's name.
+
+    Of the last one that has words behind it: `command -v dalsegno-run` only looks for it.
+    """
     for number in reversed(range(len(pieces))):
         piece = pieces[number]
         if piece.kind == "word" and piece.text.rpartition("/")[2] in PROGRAMS and _words_behind(pieces, number):
@@ -251,8 +249,7 @@ def up_to_script(words: Sequence[str]) -> list[str]:
 
 def flag_value(text: str, flag: str, variables: Mapping[str, str]) -> str:
     """The value of a flag on the agent's line, with these variables replaced; empty: it is not there."""
-    given = ""
-    _, words = _agent(text) or (0, [])
+    given, words = "", _own_words(text)
     for word, following in zip(words, [*words, ""][1:], strict=True):
         own, equals, rest = word.partition("=")
         if own.replace("_", "-") == flag:
@@ -265,10 +262,10 @@ def with_flags(text: str, flags: Mapping[str, str]) -> str:
 
     As it was, where there is no agent to be seen, or it cannot be cut with certainty.
     """
-    found = _agent(text)
-    if found is None or _pieces(text) is None:
+    pieces = _pieces(text) or []
+    at = _at(pieces)
+    if at is None:
         return text
-    end, words = found
-    own = {word.partition("=")[0].replace("_", "-") for word in words}
-    more = "".join(f" {flag}={value}" for flag, value in flags.items() if flag not in own)
-    return f"{text[:end]}{more}{text[end:]}"
+    own = {word.partition("=")[0].replace("_", "-") for word in up_to_script(_words_behind(pieces, at))}
+    more = [_Piece("word", f" {flag}={value}") for flag, value in flags.items() if flag not in own]
+    return "".join(piece.text for piece in (*pieces[: at + 1], *more, *pieces[at + 1 :]))
