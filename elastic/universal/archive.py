@@ -1,4 +1,4 @@
-"""Checks what a file of ``torch.save`` claims to hold against its size, before any of it is unpacked.
+"""Checks what a file of ``torch.save`` claims to hold against its size, and finds its records; unpacks nothing.
 
 ``torch.save`` compresses nothing: each record lies in the file as it is in memory. But torch unpacks what somebody else
 has compressed, and two megabytes become gigabytes.
@@ -7,10 +7,14 @@ has compressed, and two megabytes become gigabytes.
 from __future__ import annotations
 
 import os
+import struct
 import zipfile
 from pathlib import Path
 
 _ZIP = b"PK\x03\x04"
+_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field behind it
+HEADER_BYTES = _LOCAL_HEADER.size
+"""How much of a record's own header `first_byte` reads."""
 
 
 class Packed(RuntimeError):
@@ -44,3 +48,16 @@ def refuse_packed(path: Path) -> list[zipfile.ZipInfo] | None:
     if claimed > size:
         raise Packed(f"its {len(listed)} records are of {claimed} bytes together, and the file has {size}")
     return listed
+
+
+def first_byte(info: zipfile.ZipInfo, header: bytes) -> int:
+    """Where in its archive a record's content begins. What is not compressed lies there as it is in memory.
+
+    Args:
+        header: `HEADER_BYTES` of the file, from ``info.header_offset`` on.
+
+    Raises:
+        struct.error: They are fewer.
+    """
+    name, extra = _LOCAL_HEADER.unpack(header)
+    return info.header_offset + HEADER_BYTES + int(name) + int(extra)

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field behind it
+from .archive import HEADER_BYTES, first_byte
+
 _DATA, _PICKLE, _BYTE_ORDER = "data/", "data.pkl", "byteorder"
 _DTYPES: Mapping[str, torch.dtype] = {
     "FloatStorage": torch.float32,
@@ -96,10 +97,9 @@ def _places(view: mmap.mmap, records: Sequence[zipfile.ZipInfo]) -> dict[str, tu
     found = {}
     for info in records:
         try:
-            name, extra = _LOCAL_HEADER.unpack_from(view, info.header_offset)
+            start = first_byte(info, view[info.header_offset : info.header_offset + HEADER_BYTES])
         except struct.error as error:
             raise NotPlainError(f"{info.filename!r} lies outside of the file") from error
-        start = info.header_offset + _LOCAL_HEADER.size + name + extra
         if start + info.file_size > len(view):
             raise NotPlainError(f"{info.filename!r} lies outside of the file")
         found[info.filename.partition("/")[2]] = start, info.file_size

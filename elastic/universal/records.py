@@ -7,7 +7,6 @@ range of a tensor can be read without mapping or loading the rest, and a file ca
 from __future__ import annotations
 
 import os
-import struct
 import sys
 import zipfile
 from dataclasses import dataclass
@@ -19,11 +18,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from .archive import HEADER_BYTES, first_byte
 from .loading import load
 from .recording import recorded
 
-_ZIP = b"PK\x03\x04"
-_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field behind it
 _BYTE_ORDER = "byteorder"
 
 
@@ -84,8 +82,7 @@ class TorchFile:
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            start = os.pread(self.descriptor, len(_ZIP), 0)
-            if start[:1] == b"\x80":  # a bare pickle
+            if os.pread(self.descriptor, 1, 0) == b"\x80":  # a bare pickle
                 raise NotInPieces(f"{path.name} is of torch's format before 1.6")
             mapped: list[tuple[int, int]] = []
             self.content: Any = load(
@@ -136,8 +133,7 @@ def _storage_records(path: Path, descriptor: int) -> list[tuple[int, int]]:
     with open(os.dup(descriptor), "rb") as file, zipfile.ZipFile(file) as archive:
         listed = archive.infolist()
     for info in listed:
-        header = os.pread(descriptor, _LOCAL_HEADER.size, info.header_offset)
-        start = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
+        start = first_byte(info, os.pread(descriptor, HEADER_BYTES, info.header_offset))
         parts = info.filename.split("/")
         # Not read with zipfile, which wants a checksum that torch may have left out.
         if parts[1:] == [_BYTE_ORDER] and os.pread(descriptor, info.file_size, start).decode() != sys.byteorder:
