@@ -58,8 +58,8 @@ _LEFT_BEHIND = (
 )
 
 
-class NamedRendezvous(RendezvousHandler):
-    """For `dlrover-run`, whose own loop learns of worlds: names backend and job, and does nothing else."""
+class _OfMaster(RendezvousHandler):
+    """What all of ours say alike: the backend, and the job that the master has."""
 
     def __init__(self, job_id: str) -> None:
         self._job_id = job_id
@@ -71,26 +71,30 @@ class NamedRendezvous(RendezvousHandler):
     def use_agent_store(self) -> bool:
         return True
 
+    def set_closed(self) -> None:
+        """Does nothing: closing the job is the master's business."""
+
+    def get_run_id(self) -> str:
+        return self._job_id
+
+
+class NamedRendezvous(_OfMaster):
+    """For `dlrover-run`, whose own loop learns of worlds: names backend and job, and does nothing else."""
+
     def next_rendezvous(self) -> RendezvousInfo:
         raise RuntimeError("dlrover-run's worlds come with its master's directives")
 
     def is_closed(self) -> bool:
         return False
 
-    def set_closed(self) -> None:
-        """Does nothing: closing the job is the master's business."""
-
     def num_nodes_waiting(self) -> int:
         return 0
-
-    def get_run_id(self) -> str:
-        return self._job_id
 
     def shutdown(self) -> bool:
         return True
 
 
-class Rendezvous(RendezvousHandler):
+class Rendezvous(_OfMaster):
     """For plain torchrun: a node of a job with a master, without draining (its workers have no socket to us).
 
     The same decisions as in `dlrover-run` run on a thread of their own. Torch's agent takes the place of the workers: a
@@ -109,6 +113,7 @@ class Rendezvous(RendezvousHandler):
     def __init__(
         self, config: AgentConfig, addresses: list[str], files: CredentialFiles, timeout_seconds: float
     ) -> None:
+        super().__init__(config.job_id)
         self._config = config
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
@@ -150,13 +155,6 @@ class Rendezvous(RendezvousHandler):
         os.environ.update(self._effects.node_variables(os.environ))
         self._thread = threading.Thread(target=self._decide, name="dalsegno-rendezvous", daemon=True)
         self._thread.start()
-
-    def get_backend(self) -> str:
-        return "dalsegno"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Leaves the world that this node was in, if any, and waits for the next.
@@ -217,16 +215,10 @@ class Rendezvous(RendezvousHandler):
         with self._changed:
             return self._ending is not None
 
-    def set_closed(self) -> None:
-        """Does nothing: closing the job is the master's business."""
-
     def num_nodes_waiting(self) -> int:
         with self._changed:
             # Torch's agent restarts its workers if somebody waits; this is how it is asked to stop them.
             return int(self._stop_wanted)
-
-    def get_run_id(self) -> str:
-        return self._config.job_id
 
     def shutdown(self) -> bool:
         """Reports how the workers of this node ended, and leaves. Torch calls it at the end, in a `finally`."""
@@ -257,7 +249,7 @@ class Rendezvous(RendezvousHandler):
         return True
 
     def _where(self) -> str:
-        return self._state.where(self._config.job_id)
+        return self._state.where(self._job_id)
 
     # ---- the thread that decides ------------------------------------------------------------------------------------
 
