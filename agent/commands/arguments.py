@@ -16,6 +16,7 @@ from dalsegno.protos.options import Parser, UsageError, file_path, job_id, nnode
 
 from ..storage.macros import SAVE_DIR, has_macros, macros_of
 from .endpoint import find_master
+from .size import settle_size
 from .unused import IGNORED, UNUSED
 from .values import (
     address,
@@ -201,6 +202,10 @@ def _add_dlrover(group: _Group) -> None:
         "--dlrover-fixes",
         help="our order and plan behind DLRover's classes: one global batch, each sample once, in any world",
     )
+    group.switch(
+        "--auto-config",
+        help="where they are not given: as many nodes as NODE_NUM says, and a worker for each card (as DLRover's)",
+    )
 
 
 def _add_outages(group: _Group) -> None:
@@ -307,8 +312,8 @@ def _add_ours(group: _Group) -> None:
 
 
 def _add_torchrun(group: _Group) -> None:
-    group.value("--nnodes", default="1:1", type=nnodes, metavar="N|MIN:MAX", help="number of nodes, or their range")
-    group.value("--nproc-per-node", default="1", type=nproc, metavar="N", help="workers per node; or auto, cpu, gpu")
+    group.value("--nnodes", type=nnodes, metavar="N|MIN:MAX", help="number of nodes, or their range; default: 1")
+    group.value("--nproc-per-node", type=nproc, metavar="N", help="workers per node, or auto, cpu, gpu; default: 1")
     group.value("--rdzv-backend", default="dalsegno", help="c10d: the node at --rdzv-endpoint hosts the master")
     group.value("--rdzv-endpoint", default="", metavar="HOST:PORT", help="as --master, or the node that hosts it")
     group.value("--rdzv-id", default="none", help="as --job-id")
@@ -448,6 +453,7 @@ def parse(
     _check_best(options)
     if options.module and options.no_python:
         raise UsageError("--module and --no-python exclude each other: drop one")
+    settle_size(options, environ)
     options.min_nodes, options.max_nodes = options.nnodes
     find_master(options, environ)
     if options.job_id is None and options.rdzv_id not in ("none", ""):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from ..shell.output import Output
 from ..standby.nursery_start import NurserySpec, StartedNursery, start_nursery
 from ..storage.complaint import not_made
 from ..storage.job_directory import JobDirectory, StorageError
+from .size import cards
 from .tuning import tune
 
 __all__ = ["Beginning", "Where", "made_directories", "nursery_spec", "script_of"]
@@ -43,7 +43,6 @@ _MORE_DESCRIPTORS = 28
 _NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN, Variable.ADMIN_TOKEN)
 # Torch sets it for nodes with more than one worker.
 _THREADS = "OMP_NUM_THREADS"
-_CARD = re.compile("nvidia[0-9]+")
 
 
 class Where:
@@ -199,12 +198,9 @@ def _seems_to_have_several(nproc: str, environment: Mapping[str, str]) -> bool:
     """Whether this node is going to have more than one worker; a guess where only torch can count the devices."""
     if nproc.isdecimal():
         return int(nproc) > 1
-    cards = 0
-    if nproc != "cpu":
-        cards = sum(bool(_CARD.fullmatch(name)) for name in os.listdir("/dev"))
-        visible = environment.get("CUDA_VISIBLE_DEVICES")
-        cards = cards if visible is None else min(cards, len([one for one in visible.split(",") if one.strip()]))
-    return (cards or len(os.sched_getaffinity(0))) > 1
+    if nproc == "gpu":
+        return cards(environment) > 1
+    return ((nproc != "cpu" and cards(environment)) or len(os.sched_getaffinity(0))) > 1
 
 
 def _trace_into(directory: str | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.events.handlers import get_logging_handler
@@ -138,6 +139,8 @@ def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Scri
     merged.rdzv_id = options.job_id
     # A standby worker is the same interpreter with the same path.
     merged.run_path = False
+    if not options.nproc_is_given and merged.nproc_per_node == "gpu" and not torch.cuda.is_available():
+        merged.nproc_per_node = "1"
     try:
         torch_config, entrypoint, arguments = torchrun.config_from_args(merged)
     except (ValueError, AssertionError, ImportError) as error:

@@ -18,7 +18,6 @@ IGNORED: tuple[tuple[str, bool, str], ...] = (
     ("--comm-perf-test", False, "see --network-check"),
     ("--node-check", False, "see --network-check"),
     ("--exclude-straggler", False, "stragglers are not looked for"),
-    ("--auto-config", False, "the batch plan follows from the world by itself"),
     ("--auto-tunning", False, "the batch plan follows from the world by itself"),
     ("--save-at-breakpoint", False, "every planned change saves first"),
     ("--accelerator", True, "torch finds it"),
@@ -50,6 +49,8 @@ def ignored(options: argparse.Namespace) -> list[str]:
         if value is not None and not options.meet:
             lines.append(f"{flag} is not needed and has no effect: use --master HOST:PORT")
     lines += [f"--{flag} has no effect: {why}" for flag, _, why in UNUSED if flag in options.unused]
+    if options.auto_config and options.nproc_is_given and options.nnodes_is_given:
+        lines.append("--auto-config has no effect: --nnodes and --nproc-per-node are given")
     given = [flag for flag in _FOR_A_SERVICE if getattr(options, flag[2:].replace("-", "_")) is not None]
     if given and not (options.master or options.meet):
         lines.append(f"{', '.join(given)} without --master: no effect, the embedded master has a token of its own")

@@ -191,6 +191,15 @@ def test_the_number_of_nodes_arrives(tmp_path: Path) -> None:
         assert (options.nnodes, options.nproc_per_node) == (nodes, str(changes.get("nproc", 1)))
 
 
+def test_auto_config_means_the_cards_of_the_pod(tmp_path: Path) -> None:
+    """DLRover's own examples give neither number: the number of nodes is the job's, and each pod counts its cards."""
+    line = ["/bin/bash", "-c", "dlrover-run --auto-config train.py"]
+    document = elastic_job(line, resources={"limits": {"nvidia.com/gpu": 8}})
+    said, environment = ran(job_of({**translated(document)[0], **COMPLETE}), tmp_path)
+    options = arguments.parse(said.split("|")[1:-1], environment)
+    assert (options.nnodes, options.nproc_per_node, options.nproc_is_given) == ("4:4", "gpu", False)
+
+
 def test_other_launchers_have_numbers_of_their_own(tmp_path: Path) -> None:
     """torchrun reads PET_NNODES, too. A variable of the job's own stays, once; `$(NAME)` in it is replaced."""
     values, _ = translated(elastic_job(["bash", "-c", "numactl prep.py && dlrover-run train.py"]))
