@@ -31,6 +31,7 @@ from ..shell.output import Output
 from .ahead import command_line, launcher
 from .arguments import parse
 from .installed import outdated_dlrover
+from .size import idle_cards
 from .unused import ignored
 
 __all__ = ["default_job_id", "main", "run"]
@@ -177,7 +178,8 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
         options.job_id_is_default = True
     from .beginning import Beginning  # all that the checks above can do without
 
-    with Beginning(options, [*ignored(options), *of_dlrover], watch, output) as beginning:
+    notices = [*ignored(options), *idle_cards(options, os.environ), *of_dlrover]
+    with Beginning(options, notices, watch, output) as beginning:
         launch = launcher()  # the nursery's imports run beside it
         return int(launch.launch(options, beginning, watch, output.console))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dalsegno.protos.options import UsageError, nnodes
 
-__all__ = ["cards", "settle_size"]
+__all__ = ["cards", "idle_cards", "settle_size"]
 
 # DLRover's operator has the number of nodes there, in each pod.
 _NODE_NUM = "NODE_NUM"
@@ -62,3 +62,11 @@ def cards(environ: Mapping[str, str]) -> int:
     # CUDA reads it up to what names no card, such as -1.
     named = [one.strip() for one in visible.split(",")]
     return min(found, next((at for at, one in enumerate(named) if not one or one.startswith("-")), len(named)))
+
+
+def idle_cards(options: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
+    """A line where cards stay idle because nobody has said how many workers there are to be."""
+    if options.nproc_is_given or options.nproc_per_node != "1" or (found := cards(environ)) < 2:
+        return []
+    how = "--nproc-per-node=gpu starts a worker for each card (=1: one is meant)"
+    return [f"this node has {found} cards and one worker: {how}"]

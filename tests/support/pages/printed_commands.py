@@ -167,7 +167,8 @@ COMMANDS: dict[str, How] = {
         "nodes that meet at an address of this machine",
         "tests/integration/test_torchrun.py::test_torchruns_usual_line_for_several_nodes",
     ),
-    "python deploy/ray/train_on_ray.py --nodes=4 --num-gpus=8 -- --nnodes=1:4 --job-id=gpt --master=HOST:29400"
+    "python deploy/ray/train_on_ray.py --nodes=4 --num-gpus=8 -- --nnodes=1:4 --nproc-per-node=gpu --job-id=gpt"
+    " --master=HOST:29400"
     " --connect-timeout=604800 --token-file=/shared/token --checkpoint-dir=/shared/checkpoints"
     " /shared/train.py": Elsewhere(
         "needs a Ray cluster", "tests/integration/test_ray.py::test_machines_and_agents_come_and_go"

@@ -10,7 +10,7 @@ import torch
 from dalsegno.agent.commands import launch, size
 from dalsegno.agent.commands.arguments import parse
 from dalsegno.agent.commands.beginning import nursery_spec
-from dalsegno.agent.commands.size import cards
+from dalsegno.agent.commands.size import cards, idle_cards
 from dalsegno.agent.commands.unused import ignored
 from dalsegno.protos.options import UsageError
 
@@ -99,3 +99,20 @@ def test_cards_are_those_that_workers_would_see(devices: Path, visible: str | No
 def test_a_machine_without_devices_has_no_cards(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(size, "_DEVICES", devices / "none")
     assert cards({}) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ"),
+    [
+        (["--nproc-per-node=1"], {}),
+        (["--nproc-per-node=gpu"], {}),
+        ([AUTO], {}),
+        ([], {"PET_NPROC_PER_NODE": "1"}),
+        ([], {"CUDA_VISIBLE_DEVICES": "2"}),
+    ],
+)
+def test_cards_that_stay_idle_are_told(devices: Path, arguments: list[str], environ: dict[str, str]) -> None:
+    """Whoever drops a launcher that starts a worker for each card trains on one of them; who says a number means it."""
+    line = "this node has 8 cards and one worker: --nproc-per-node=gpu starts a worker for each card (=1: one is meant)"
+    assert idle_cards(parse([SCRIPT], {}), {}) == [line]
+    assert idle_cards(parse([*arguments, SCRIPT], environ), environ) == []
