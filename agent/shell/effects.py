@@ -87,8 +87,8 @@ class Effects:
         self._joins = 0
         # The newest commit that the master has told.
         self._head: control_pb2.Checkpoint | None = None
-        find = partial(node_address, tuple(masters), config.local_addr)
-        self._address = first_address(masters, config.local_addr, config.connect_timeout, say)
+        way = tuple(masters), config.local_addr, config.settings.max_nodes > 1
+        self._address = first_address(*way, config.connect_timeout, say)
         self._connector = connector
         self.stores = StoreServers(self._address)
         self.storage = Storage(directory)
@@ -128,7 +128,7 @@ class Effects:
         )
         self.client.saw_generation(seen_generation)
         self._address_watch = AddressWatch(
-            self._address, find, lambda old, new: mailbox.put(ev.AddressChanged(old, new))
+            self._address, partial(node_address, *way), lambda old, new: mailbox.put(ev.AddressChanged(old, new))
         )
 
     def perform(self, action: ev.Action) -> bool:

@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dalsegno.protos.addresses import host_and_port
 from dalsegno.protos.shortage import CannotStartError, shortage
 
-from ..decisions.interfaces import is_loopback, rank_interfaces, ranks_elsewhere
+from ..decisions.interfaces import is_loopback, is_only_here, rank_interfaces, ranks_elsewhere
 
 __all__ = [
     "AddressWatch",
@@ -40,6 +41,8 @@ _MOST_ADDRESSES = 1024
 LOOK_SECONDS, LOOKS = 1.0, 2
 # Seconds between two looks for a master's name or a route to it: the first ones, and later ones.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
+# Of RFC 5737 and RFC 3849: nobody has them, so only a default route leads there.
+_NOWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _NCCL_SETTING = re.compile(r"^\s*(NCCL_[A-Z_]+)\s*=", re.MULTILINE)
 
 
@@ -59,12 +62,15 @@ def why_not_begun(error: OSError, masters: str, flags: str) -> str:
     return f"{masters} cannot be reached: {error.strerror or error}; check {flags}"
 
 
-def node_address(masters: Sequence[str], local_addr: str | None) -> str:
+def node_address(masters: Sequence[str], local_addr: str | None, several: bool = True) -> str:
     """The address under which other nodes reach this one: that from which it reaches the master.
+
+    Where the master's name means loopback, and this machine's own name may do so, it is that of the default route.
 
     Args:
         masters: HOST:PORT of each; the first that has an address and can be reached by a route counts.
         local_addr: what the user gave, if anything.
+        several: there may be other nodes.
 
     Raises:
         NoAddressError: `local_addr` cannot be resolved.
@@ -78,32 +84,69 @@ def node_address(masters: Sequence[str], local_addr: str | None) -> str:
     problem = OSError("no master is known")
     for master in masters:
         try:
-            return _towards(master)
+            return _towards(master, several)
         except OSError as error:
             problem = error
     raise problem
 
 
-def _towards(master: str) -> str:
-    family, _, _, _, address = socket.getaddrinfo(*host_and_port(master), type=socket.SOCK_DGRAM)[0]
+def _towards(master: str, several: bool) -> str:
+    host, port = host_and_port(master)
+    family, address = _meant(host, port)
     if is_loopback(str(address[0])):
-        return str(address[0])
+        return (several and not is_only_here(host) and _outside()) or str(address[0])
     # Connecting a datagram socket sends nothing. It only chooses the route, and with it our own address.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
 
 
+def _meant(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """What a name means here: the first address that is not loopback, if it has one."""
+    found = [(one[0], one[4]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)]
+    return next((one for one in found if not is_loopback(str(one[1][0]))), found[0])
+
+
+def _outside() -> str:
+    """From where this machine reaches others: over its default route, else its first interface; empty: it has none."""
+    for family, nowhere in _NOWHERE:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((nowhere, 9))
+            if not is_loopback(found := str(probe.getsockname()[0])):
+                return found
+    return next((own for _, own in interfaces() if not is_loopback(own) and not _is_of_its_link(own)), "")
+
+
+def _is_of_its_link(address: str) -> bool:
+    return ipaddress.ip_address(address.split("%")[0]).is_link_local
+
+
+def _misnamed(masters: Sequence[str], address: str) -> str:
+    """What a person is to know where a master's name means loopback here, and other nodes are told `address`."""
+    for master in masters:
+        with contextlib.suppress(OSError):
+            host, port = host_and_port(master)
+            means = str(_meant(host, port)[1][0])
+            if is_loopback(address) or not is_loopback(means) or is_only_here(host):
+                return ""
+            return (
+                f"{host} means {means} on this machine, where no other node reaches it: they are told {address}"
+                " (--local-addr names another)"
+            )
+    return ""
+
+
 def first_address(
-    masters: Sequence[str], local_addr: str | None, seconds: float, say: Callable[[str, bool], None]
+    masters: Sequence[str], local_addr: str | None, several: bool, seconds: float, say: Callable[[str, bool], None]
 ) -> str:
     """`node_address`, waited for: after a boot a master's name or the route to it may come later than the agent.
 
     Args:
         masters: HOST:PORT of each.
         local_addr: what the user gave, if anything; if that has no address, nobody waits.
+        several: there may be other nodes.
         seconds: how long to wait.
-        say: told once that this node waits, and why.
+        say: told once that this node waits, and why; and which address it has where its own name means loopback.
 
     Raises:
         OSError: as `node_address` at its last look.
@@ -111,7 +154,10 @@ def first_address(
     until, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while True:
         try:
-            return node_address(masters, local_addr)
+            found = node_address(masters, local_addr, several)
+            if not local_addr and (line := _misnamed(masters, found)):
+                say(line, False)
+            return found
         except OSError as error:
             left = until - time.monotonic()
             if local_addr or not masters or left <= 0 or shortage(error):

@@ -170,6 +170,27 @@ def test_a_node_hosts_the_master(tmp_path: Path, undisturbed: Undisturbed) -> No
         finish(job, undisturbed, epoch)
 
 
+def as_debian_names_it(job: HostedJob, name: str) -> None:
+    """A host whose own name means loopback on itself, and its address on all others."""
+    for host in job.hosts.hosts.values():
+        means = "127.0.1.1" if host.name == name else job.hosts[name].address
+        host.resolve(f"{means} {name}")
+
+
+@pytest.mark.full
+def test_the_masters_own_name_means_loopback_on_its_host(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """All nodes name the master alike, as the page asks, and the others reach the one beside it all the same."""
+    options = {"master_hosts": ("h1",), "master_flags": ("--insecure", "--host=0.0.0.0")}
+    with hosted_job(tmp_path, ALL[:2], training=TRAINING, given=dict.fromkeys(ALL, "h1:29400"), **options) as job:
+        as_debian_names_it(job, "h1")
+        first = start_all(job, "h1")  # so that the world's store is there
+        job.start("h2")
+        second = job.wait_world(2, steps=3, after=first)
+        job.leave(job.node("h1"))
+        job.wait_world(1, steps=3, after=second)
+        finish(job, undisturbed)
+
+
 # ---- cables ----------------------------------------------------------------------------------------------------------
 
 

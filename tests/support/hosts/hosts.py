@@ -98,7 +98,7 @@ class Host:
         self._directory, self._switch = directory, switch
         self.port = f"{name}.{interface}"
         directory.mkdir(parents=True)
-        (directory / "hosts").write_text("\n".join(["127.0.0.1 localhost", *resolves, ""]), encoding="ascii")
+        self.resolve(*resolves)
         (directory / "resolv.conf").write_text("", encoding="ascii")
         (directory / "machine-id").write_text(f"{uuid.uuid4().hex}\n", encoding="ascii")
         self._cable: dict[str, Any] = {}
@@ -125,6 +125,11 @@ class Host:
         self.run("ip", "link", "set", interface, "address", hardware)
         self.run("ip", "addr", "add", f"{address}/24", "dev", interface)
         self.run("ip", "link", "set", interface, "up")
+
+    def resolve(self, *lines: str) -> None:
+        """Its `/etc/hosts` has these lines from now on, and localhost."""
+        text = "\n".join(["127.0.0.1 localhost", *lines, ""])
+        (self._directory / "hosts").write_text(text, encoding="ascii")  # in place: it is mounted
 
     @property
     def is_up(self) -> bool:

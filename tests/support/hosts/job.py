@@ -139,8 +139,10 @@ class HostedJob(Cluster):
 
     def start(self, *names: str, hold: str = "", environment: Mapping[str, str] | None = None) -> list[Node]:
         started = []
+        # Behind the clock, what is tested may lie elsewhere than where it is installed from.
+        path = os.pathsep.join(filter(None, (str(CLOCK), os.environ.get("PYTHONPATH"))))
         for name in names:
-            own = {"PYTHONPATH": str(CLOCK), **self.environments.get(name, {}), **(environment or {})}
+            own = {"PYTHONPATH": path, **self.environments.get(name, {}), **(environment or {})}
             started += super().start(name, hold=hold, environment=own)
         return started
 

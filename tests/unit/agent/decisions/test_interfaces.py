@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.decisions.interfaces import is_loopback, rank_interfaces, ranks_elsewhere
+from dalsegno.agent.decisions.interfaces import is_loopback, is_only_here, rank_interfaces, ranks_elsewhere
 from dalsegno.protos import control_pb2
 from tests.unit.agent.decisions.test_decisions import ME, Agent, kinds
 
@@ -22,6 +22,22 @@ HERE = [("lo", "127.0.0.1"), ("docker0", "172.17.0.1"), ("eth1", "10.0.0.4"), ("
 def test_the_interface_with_the_address(address: str, name: str) -> None:
     """Both libraries are told it, NCCL exactly: it would take `eth1` for `eth10`, too."""
     assert rank_interfaces(address, HERE, ()) == {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        *(
+            (name, True)
+            for name in ("localhost", "LocalHost.", "localhost.localdomain", "ip6-localhost", "a.localhost")
+        ),
+        *((address, True) for address in ("127.0.0.1", "127.0.1.1", "::1")),
+        *((other, False) for other in ("head", "head.example", "localhost-1", "10.0.0.4", "fd00::4", "0.0.0.0")),
+    ],
+)
+def test_what_means_another_machine_elsewhere(host: str, here: bool) -> None:
+    """A machine's own name may mean loopback on itself; an address of loopback does everywhere."""
+    assert is_only_here(host) == here
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1"])

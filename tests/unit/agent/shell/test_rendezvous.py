@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,8 +44,8 @@ def rendezvous(tmp_path: Path, kept_environment: None) -> Iterator[Rendezvous]:
 def test_a_master_that_has_no_address_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it was waited for; torch would show its own stack."""
 
-    def never(masters: list[str], local_addr: str | None, seconds: float, say: object) -> str:
-        assert (masters, local_addr, seconds) == (["node0:1"], None, CONNECT_TIMEOUT_SECONDS)
+    def never(masters: Sequence[str], local_addr: str | None, several: bool, seconds: float, say: object) -> str:
+        assert (masters, local_addr, several, seconds) == (("node0:1",), None, True, CONNECT_TIMEOUT_SECONDS)
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(effects, "first_address", never)

@@ -8,9 +8,11 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from dalsegno.agent.decisions.interfaces import is_loopback
 from dalsegno.agent.workers import own_address
 from dalsegno.agent.workers.own_address import (
     AddressWatch,
@@ -40,6 +42,80 @@ def test_a_master_on_loopback_is_on_this_machine() -> None:
     """So are all nodes; and the first master whose name means anything counts."""
     assert node_address(["127.0.0.1:1"], None) == "127.0.0.1"
     assert node_address(["no-such-host.invalid:1", "127.0.0.1:1"], None) == "127.0.0.1"
+
+
+class Names:
+    """What names mean on a machine, and which interfaces it has; no route leads anywhere by itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *here: tuple[str, str], **names: list[str]) -> None:
+        self._names, self._know = names, socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
+        monkeypatch.setattr(own_address, "interfaces", lambda: [("lo", "127.0.0.1"), ("lo", "::1"), *here])
+        monkeypatch.setattr(own_address, "_NOWHERE", ())
+
+    def _look_up(self, host: str, port: Any, **options: Any) -> list[Any]:
+        found = [self._know(one, port, **options) for one in self._names.get(host, [host])]
+        return [one for some in found for one in some]
+
+
+DEBIAN = {"head": ["127.0.1.1"]}
+
+
+def test_the_masters_name_means_loopback_on_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian writes it. Other nodes would be told an address that each of them has itself, and wait for ever."""
+    Names(monkeypatch, ("eth0", "169.254.7.1"), ("eth0", "fe80::1"), ("eth0", OLD), ("docker0", "172.17.0.1"), **DEBIAN)
+    assert node_address(["head:29400"], None) == OLD
+    assert node_address(["head:29400"], "127.0.0.1") == "127.0.0.1"
+    assert node_address(["head:29400"], None, several=False) == "127.0.1.1"
+    for here in "127.0.0.1:1", "127.0.1.1:1", "localhost:1", "[::1]:1":
+        assert is_loopback(node_address([here], None))
+
+
+def test_a_machine_without_a_network_stays_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There can be no others, and nothing is said."""
+    Names(monkeypatch, ("eth0", "169.254.7.1"), **DEBIAN)
+    assert node_address(["head:29400"], None) == "127.0.1.1"
+    assert said_of(["head:29400"], True) == []
+
+
+def test_a_name_with_another_address_besides_means_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order: the way leads there, which on this machine is loopback."""
+    Names(monkeypatch, ("eth0", OLD), head=["127.0.1.1", "127.0.0.1", "0.0.0.0"])
+    assert own_address._meant("head", 1)[1][0] == "0.0.0.0"
+
+
+def test_the_default_route_counts_before_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leads to others; which interface is the first one is chance."""
+    routes = Path("/proc/net/route").read_text(encoding="ascii").splitlines()
+    if not any(route.split()[1] == "00000000" for route in routes[1:]):
+        pytest.skip("this machine has no default route")
+    own, nowhere = {own for _, own in interfaces()}, own_address._NOWHERE
+    Names(monkeypatch, ("eth9", "10.99.0.1"), **DEBIAN)
+    monkeypatch.setattr(own_address, "_NOWHERE", nowhere)
+    assert node_address(["head:29400"], None) in own
+
+
+def said_of(masters: list[str], several: bool) -> list[tuple[str, bool]]:
+    said: list[tuple[str, bool]] = []
+    first_address(masters, None, several, 1, lambda text, warning: said.append((text, warning)))
+    return said
+
+
+def test_which_address_it_is_then_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the wrong one of several, and the line names the flag. A name like others has no line."""
+    Names(monkeypatch, ("eth0", OLD), **DEBIAN)
+    line = (
+        f"head means 127.0.1.1 on this machine, where no other node reaches it: they are told {OLD}"
+        " (--local-addr names another)"
+    )
+    for masters, several, lines in (
+        (["no-such-host.invalid:1", "head:29400"], True, [(line, False)]),
+        (["head:29400"], False, []),
+        (["127.0.1.1:29400"], True, []),
+        (["localhost:1"], True, []),
+    ):
+        assert said_of(masters, several) == lines
+    assert first_address(["head:29400"], "127.0.0.9", True, 1, lambda *line: pytest.fail(str(line))) == "127.0.0.9"
 
 
 def test_no_master_has_an_address() -> None:
@@ -84,9 +160,11 @@ class LateNetwork:
         monkeypatch.setattr(own_address, "time", clock, raising=False)
 
     def first(self, local_addr: str | None, seconds: float, *masters: str) -> str:
-        return first_address(masters, local_addr, seconds, lambda text, warning: self.said.append((text, warning)))
+        return first_address(
+            masters, local_addr, True, seconds, lambda text, warning: self.said.append((text, warning))
+        )
 
-    def _address(self, masters: Sequence[str], local_addr: str | None) -> str:
+    def _address(self, masters: Sequence[str], local_addr: str | None, several: bool) -> str:
         self.looks += 1
         if self.ever and self.looks > len(self.problems):
             return OLD
