@@ -12,9 +12,10 @@ from dalsegno.protos.addresses import address_of, host_and_port
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
 
+from ..decisions.interfaces import EVERYWHERE, is_loopback, is_only_here
 from .values import address, host
 
-__all__ = ["answers", "find_master", "local_address", "meeting_point", "split", "wait_for_name"]
+__all__ = ["answers", "find_master", "local_address", "meeting_point", "split", "wait_for_name", "where_to_listen"]
 
 # torchrun's own defaults, of --rdzv-backend=c10d and of --master-addr.
 _C10D_PORT, _STATIC_PORT = 29400, 29500
@@ -113,14 +114,33 @@ def split(address: str) -> tuple[str, str]:
 
 
 def local_address(host: str) -> str:
-    """The address of this machine that a host name means; empty: it is another machine's, or not known."""
+    """The address of this machine that a host name means; empty: it is another machine's, or not known.
+
+    A loopback address only where it means no other one of this machine's.
+    """
+    loopback = ""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             # Only an address of one's own can be bound.
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as trial:
                 trial.bind((address[0], 0, *address[2:]))
-                return str(address[0])
-    return ""
+                if not is_loopback(found := str(address[0])):
+                    return found
+                loopback = loopback or found
+    return loopback
+
+
+def where_to_listen(host: str, own: str, several: bool) -> str:
+    """Where the master is to listen that a node hosts at its own address, so that others reach it.
+
+    As torchrun's store: at all addresses, where this machine's name means loopback on it, and another one elsewhere.
+
+    Args:
+        host: as the user gave it.
+        own: what that means here, see `local_address`.
+        several: there may be other nodes.
+    """
+    return EVERYWHERE if several and is_loopback(own) and not is_only_here(host) else own
 
 
 def wait_for_name(address: str, seconds: float) -> None:

@@ -48,7 +48,7 @@ from ..workers.own_address import why_not_begun
 from ..workers.torch_versions import known
 from .asking import is_served
 from .beginning import Beginning
-from .endpoint import answers, local_address, wait_for_name
+from .endpoint import answers, local_address, wait_for_name, where_to_listen
 
 __all__ = ["launch"]
 
@@ -102,7 +102,11 @@ def verdict(reason: str, log_dir: Path, *, said: str = "") -> str:
 
 
 class _Source:
-    """The master's addresses: given by the user, or an embedded master's."""
+    """The master's addresses: given by the user, or an embedded master's.
+
+    Args:
+        addresses: as the user gave them; of an embedded master, where other nodes find it: none, if there are none.
+    """
 
     def __init__(
         self,
@@ -117,6 +121,10 @@ class _Source:
 
     def addresses(self) -> Sequence[str]:
         return self.embedded.addresses() if self.embedded is not None else self._addresses
+
+    def known_as(self) -> Sequence[str]:
+        """The addresses that other nodes have, too: the way there decides under which one they reach this node."""
+        return self._addresses or self.addresses()
 
     def connector(self) -> Connector:
         embedded = self.embedded
@@ -258,7 +266,7 @@ def _connect(
         host, port = host_and_port(options.meet)
         if not (own := local_address(host)):
             return _hosted_elsewhere(options.meet, directory, console, options.connect_timeout)
-        listen = (own, port)
+        listen = where_to_listen(host, own, options.max_nodes > 1), port
     embedded = EmbeddedMaster(
         directory.private,
         options.job_id,
@@ -274,7 +282,7 @@ def _connect(
         embedded.close()
         theirs = of_another(directory.root, error) if isinstance(error, OSError) else ""
         raise UsageError(theirs or str(error)) from error
-    return _Source((), embedded.credentials, embedded)
+    return _Source((options.meet,) if options.meet else (), embedded.credentials, embedded)
 
 
 def _hosted_elsewhere(address: str, directory: JobDirectory, console: RunConsole, patience_seconds: float) -> _Source:
@@ -303,7 +311,7 @@ def _run(
 ) -> Exit:
     mailbox: Mailbox[Event] = Mailbox()
     directory, lifeline = beginning.directory, beginning.lifeline
-    addresses = source.addresses()
+    addresses = source.known_as()
     try:
         with starting("the agent"):
             effects = Effects(

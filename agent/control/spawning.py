@@ -18,12 +18,14 @@ from google.protobuf.message import DecodeError
 
 from dalsegno.elastic.checkpoint.files import publish
 from dalsegno.protos import control_pb2
+from dalsegno.protos.addresses import address_of, host_and_port
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.credentials import SHORTEST_TOKEN, is_token
 from dalsegno.protos.own_program import command_of
 from dalsegno.protos.shortage import crowded, file_limit, starting
 from dalsegno.protos.text import object_in, one_line
 
+from ..decisions.interfaces import EVERYWHERE
 from ..processes.keeper import DEAF_TO
 from ..processes.signals import held_back
 from ..storage.private import open_private, put_aside, read_private
@@ -156,7 +158,7 @@ def start_master(
         directory: private to the job; it has the master's store and log.
         job_id: the job's.
         command: the program, without the master's arguments.
-        listen: the address and the port where it serves; 0: any port.
+        listen: the address and the port where it serves; `EVERYWHERE`: at all of them; 0: any port.
 
     Raises:
         MasterError: it did not start.
@@ -189,7 +191,10 @@ def start_master(
             )
     said, printed = _first_words(process)
     try:
-        given = str(said["address"]), int(said["generation"]), str(said.get("remark", ""))
+        address = str(said["address"])
+        if listen[0] == EVERYWHERE:  # which nobody can go to
+            address = address_of(LOOPBACK[0], host_and_port(address)[1])
+        given = address, int(said["generation"]), str(said.get("remark", ""))
         return SpawnedMaster(process, *given, begin)
     except (ValueError, KeyError, TypeError):
         process.kill()

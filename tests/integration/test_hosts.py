@@ -178,6 +178,20 @@ def as_debian_names_it(job: HostedJob, name: str) -> None:
 
 
 @pytest.mark.full
+def test_a_node_hosts_the_master_by_a_name_that_means_loopback_there(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """torchrun's usual line on Debian: its master listened where no other node reached it, and all waited for ever."""
+    with hosted_job(tmp_path, ALL[:2], training=TRAINING) as job:
+        as_debian_names_it(job, "h1")
+        job.meeting_point = "h1:29400"
+        job.start(*ALL[:2])
+        job.wait_line(f"h1 means 127.0.1.1 on this machine.*they are told {job.hosts['h1'].address}", job.node("h1"))
+        epoch = job.wait_world(2, steps=3)
+        job.power_cut(job.node("h2"))
+        alone = job.wait_world(1, steps=3, after=epoch)
+        finish(job, undisturbed, alone)
+
+
+@pytest.mark.full
 def test_the_masters_own_name_means_loopback_on_its_host(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """All nodes name the master alike, as the page asks, and the others reach the one beside it all the same."""
     options = {"master_hosts": ("h1",), "master_flags": ("--insecure", "--host=0.0.0.0")}

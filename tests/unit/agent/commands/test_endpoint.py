@@ -8,15 +8,19 @@ import os
 import socket
 from pathlib import Path
 
+import grpc
 import pytest
 
 from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import build_parser, parse
-from dalsegno.agent.commands.endpoint import answers, local_address, split, wait_for_name
+from dalsegno.agent.commands.endpoint import answers, local_address, split, wait_for_name, where_to_listen
 from dalsegno.agent.commands.unused import ignored
+from dalsegno.agent.control.connection import Credentials, code_of
 from dalsegno.agent.processes.signals import SignalWatch
 from dalsegno.agent.shell.console import RunConsole
 from dalsegno.agent.storage.job_directory import JobDirectory
+from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.options import UsageError
 
 SCRIPT = "train.py"
@@ -113,6 +117,68 @@ def test_which_addresses_are_this_machines() -> None:
     assert local_address("127.0.0.2") == "127.0.0.2"
     assert local_address("203.0.113.1") == ""
     assert local_address("no-such-host.invalid") == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "several", "listens"),
+    [
+        ("node0", "127.0.1.1", True, "0.0.0.0"),
+        ("node0", "::1", True, "0.0.0.0"),
+        ("node0", "127.0.1.1", False, "127.0.1.1"),
+        ("node0", "10.0.0.1", True, "10.0.0.1"),
+        ("localhost", "127.0.0.1", True, "127.0.0.1"),
+        ("127.0.1.1", "127.0.1.1", True, "127.0.1.1"),
+        ("::1", "::1", True, "::1"),
+    ],
+)
+def test_where_a_hosted_master_listens(host: str, own: str, several: bool, listens: str) -> None:
+    """Debian gives a machine's own name a loopback address: no other node would reach the master there."""
+    assert where_to_listen(host, own, several) == listens
+
+
+def test_an_address_that_others_reach_counts_before_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of this machine may mean both."""
+    known = socket.getaddrinfo
+    means = ["127.0.1.1", "203.0.113.1", "0.0.0.0"]
+
+    def look_up(host: str, port: int | None, **options: int) -> list[object]:
+        return [known(one, port, **options)[0] for one in (means if host == "node0" else [host])]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert local_address("node0") == "0.0.0.0"
+    means.pop()
+    assert local_address("node0") == "127.0.1.1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_master_that_others_are_to_reach_asks_for_the_jobs_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str
+) -> None:
+    """It listens at all addresses, and this machine's agents find it; nobody is let in without the token."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(launch, "local_address", lambda host: "127.0.1.1")
+    options = parse([f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint=node0:{port}", SCRIPT], {})
+    options.job_id = "j"
+    directory = JobDirectory(tmp_path, "j")
+    directory.prepare()
+    source = launch._connect(options, None, directory, RunConsole(), tmp_path, SignalWatch((), print))
+    try:
+        own = "127.0.0.1" if nodes == "2" else "127.0.1.1"
+        assert (source.addresses(), source.known_as()) == ((f"{own}:{port}",), (f"node0:{port}",))
+        assert answers(f"127.0.0.2:{port}") == (nodes == "2")
+        request = control_pb2.StatusRequest(job_id="j", protocol=CONTROL_PROTOCOL)
+        with Credentials().channel(f"{own}:{port}") as channel, pytest.raises(grpc.RpcError) as refused:
+            control_pb2_grpc.ControlStub(channel).GetStatus(request, timeout=20)
+        assert code_of(refused.value) is grpc.StatusCode.UNAUTHENTICATED
+    finally:
+        assert source.embedded is not None
+        for child in source.embedded._children:
+            child.process.kill()
+            child.process.wait()
+        source.close()
 
 
 def test_host_and_port() -> None:
