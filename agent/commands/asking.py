@@ -31,6 +31,7 @@ from ..control.handshake import mismatch
 from ..control.places import MasterPlaces
 from ..control.spawning import events_on_record, read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+from ..decisions.handling import is_stranger
 from ..storage.complaint import of_another
 from ..storage.private import PRIVATE
 from ..storage.survey import runs_in_order
@@ -202,6 +203,11 @@ class AskedMaster:
         text = f"the master at {said.address} does not answer: {said}"
         if said.is_from_master:
             text = f"the master at {said.address} says: {detail_of(error)}"
+        if code_of(error) is grpc.StatusCode.UNIMPLEMENTED and is_stranger(detail_of(error)):
+            text = (
+                f"what answers at {said.address} is not Dal Segno's dlrover-master, or too old for this: check"
+                f" --master, or {Variable.MASTER}, which DLRover's operator sets for a master of DLRover's"
+            )
         if said.is_away and (known := self.without_master()):
             text = known.text
         if code_of(error) in _REFUSED:

@@ -26,6 +26,8 @@ _LOOK_SECONDS = 0.5
 def find_master(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Sets what this command line means: `master`, a service; `meet`, a node that hosts one; neither: one of its own.
 
+    `master_is_variables`: the service is the one that `DLROVER_MASTER_ADDR` names.
+
     Args:
         options: parsed; a master of its own that an endpoint with port 0 asked for is `standalone`, too.
         environ: variables; an argument wins over `DLROVER_MASTER_ADDR`.
@@ -35,7 +37,7 @@ def find_master(options: argparse.Namespace, environ: Mapping[str, str]) -> None
     """
     if options.standalone and options.master:
         raise UsageError("--standalone has a master of its own: drop it, or --master")
-    options.meet = ""
+    options.meet, options.master_is_variables = "", False
     options.own_endpoint = _is_own(options.rdzv_endpoint)
     if options.own_endpoint and options.min_nodes > 1 and not options.master and not options.standalone:
         raise UsageError(
@@ -55,6 +57,7 @@ def find_master(options: argparse.Namespace, environ: Mapping[str, str]) -> None
         options.master = _service(options.rdzv_endpoint, "argument --rdzv-endpoint")
     elif service:
         options.master = _service(service, f"environment variable {Variable.MASTER}")
+        options.master_is_variables = True
 
 
 def _is_own(endpoint: str) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 from dalsegno.elastic.checkpoint import Tracked
 from dalsegno.protos import control_pb2
 from dalsegno.protos.addresses import addresses_of, host_and_port
-from dalsegno.protos.contract import GROW_SOON_SECONDS, JobSettings
+from dalsegno.protos.contract import GROW_SOON_SECONDS, JobSettings, Variable
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.shortage import shortage, starting
 
@@ -56,6 +56,11 @@ logger = logging.getLogger(__name__)
 
 # For who knows torchrun's default, a store, and gives an endpoint that no node hosts.
 _HOSTS = "; with --rdzv-backend=c10d the node with that address hosts one"
+# For who runs in a pod of DLRover's operator, which names DLRover's own master there.
+_OPERATORS = (
+    f"; the variable {Variable.MASTER} names it, as DLRover's operator has it for a master of DLRover's: unset it, or"
+    " give --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT of the node that is to host ours"
+)
 
 
 def launch(options: argparse.Namespace, beginning: Beginning, watch: SignalWatch, console: RunConsole) -> int:
@@ -190,7 +195,7 @@ def _agent_config(
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
         addresses=options.master or options.meet or "",
-        hint=_HOSTS if options.rdzv_endpoint and options.master == options.rdzv_endpoint else "",
+        hint=_hint(options),
         token_file=str(options.token_file or ""),
         # With the other flag its configuration says what this one would tell it.
         script_flag=not (knows_us(script) or options.deepspeed_load_universal),
@@ -215,6 +220,13 @@ def _agent_config(
         # A job that has its name from us is presented before, as one may be looking for it.
         announcement="" if getattr(options, "job_id_is_default", False) else f"job {options.job_id}; logs in {log_dir}",
     )
+
+
+def _hint(options: argparse.Namespace) -> str:
+    """What to say where no master of ours answers."""
+    if options.rdzv_endpoint and options.master == options.rdzv_endpoint:
+        return _HOSTS
+    return _OPERATORS if options.master_is_variables else ""
 
 
 def _best_rule(options: argparse.Namespace) -> BestRule | None:

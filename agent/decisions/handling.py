@@ -187,7 +187,19 @@ def refused(decision: Decision, event: ev.Refused) -> None:
         # Somebody has taken its place from it on purpose, and with it what was not saved.
         decision.exit(ev.EXIT_LEFT_UNSAVED, event.detail)
         return
+    where = state.settings.addresses
+    if where and event.code == "UNIMPLEMENTED" and is_stranger(event.detail):
+        decision.exit(ev.EXIT_USAGE, f"what answers at {where} is not Dal Segno's dlrover-master{state.settings.hint}")
+        return
     decision.exit(ev.EXIT_USAGE, event.detail)
+
+
+def is_stranger(detail: str) -> bool:
+    """Whether a call that is not implemented was answered by another program's server: each library has its words.
+
+    A master of ours knows the call, and says which protocols do not fit.
+    """
+    return "speaks protocol" not in detail
 
 
 def register_when_due(decision: Decision) -> None:

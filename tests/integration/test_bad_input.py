@@ -7,8 +7,10 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent import futures
 from pathlib import Path
 
+import grpc
 import pytest
 
 from dalsegno.protos.contract import CONTROL_PROTOCOL
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.timeout(150)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ("--steps=3", "--save-every=0", "--global-batch-size=4")
+DALSEGNO = (sys.executable, "-m", "dalsegno.agent.commands.dalsegno")
 # A client of tomorrow: the same agent, which says that it speaks a newer protocol.
 NEWER = """
 import sys
@@ -135,6 +138,25 @@ def test_newer_client(shell: Shell) -> None:
         arguments = (f"--master={master.address}", "--job-id=job", str(EXAMPLES / "ddp.py"))
         ended = shell.run(*arguments, command=(sys.executable, "-c", NEWER))
     expect_one_line(ended, "protocol 99", f"only {CONTROL_PROTOCOL}", "upgrade dalsegno on the master")
+
+
+def test_the_master_of_another_launcher(shell: Shell) -> None:
+    """In a pod of DLRover's operator the variable names DLRover's own: a gRPC server that knows none of our calls."""
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        script = str(EXAMPLES / "ddp.py")
+        named = shell.run("--job-id=job", script, DLROVER_MASTER_ADDR=address)
+        given = shell.run("--job-id=job", f"--master={address}", script)
+        asked = shell.run("status", command=DALSEGNO, DLROVER_MASTER_ADDR=address)
+    finally:
+        server.stop(0).wait(5)
+    what = f"what answers at {address} is not Dal Segno's dlrover-master"
+    expect_one_line(named, what, "variable DLROVER_MASTER_ADDR", "unset it", "--rdzv-endpoint=HOST:PORT")
+    expect_one_line(given, what)
+    assert "DLROVER" not in given.text
+    expect_one_line(asked, what, "DLROVER_MASTER_ADDR", code=1)
 
 
 def test_other_job(shell: Shell) -> None:

@@ -65,6 +65,27 @@ def test_an_endpoint_alone_is_a_masters(tmp_path: Path, flags: tuple[str, ...], 
 
 
 @pytest.mark.parametrize(
+    ("flags", "hinted"),
+    [
+        ((), True),
+        (("--nnodes=2",), True),
+        (("--master=h:1",), False),
+        (("--master=i:1",), False),
+        (("--rdzv-backend=c10d", "--rdzv-endpoint=h:1"), False),
+        (("--standalone",), False),
+    ],
+)
+def test_a_master_that_only_a_variable_names_may_be_another_launchers(
+    tmp_path: Path, flags: tuple[str, ...], hinted: bool
+) -> None:
+    """DLRover's operator sets it for its own: where none of ours answers, the line names the variable."""
+    options = parse(["--job-id=job", *flags, "train.py"], {"DLROVER_MASTER_ADDR": "h:1"})
+    script = Script(sys.executable, ("-u", "train.py"))
+    config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path, script)  # type: ignore[arg-type]
+    assert ("the variable DLROVER_MASTER_ADDR names it" in config.hint) == hinted
+
+
+@pytest.mark.parametrize(
     ("flags", "text", "own", "seconds", "adopts"),
     [
         # No commit can come: nobody waits for one.

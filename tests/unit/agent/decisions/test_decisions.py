@@ -157,6 +157,17 @@ def test_a_refused_registration_ends_it_with_the_reason(code: str) -> None:
     assert exit_ == ev.Exit(ev.EXIT_USAGE, "choose another --node-name")
 
 
+@pytest.mark.parametrize("detail", ["Method not found!", "unknown service dalsegno.control.v1.Control", ""])
+def test_another_programs_server_is_told_as_such(detail: str) -> None:
+    """Each library of gRPC has its own words for it, and none says what to do; a master of ours says what it lacks."""
+    settings = {"addresses": "h:1", "hint": "; so and so"}
+    (exit_,) = Agent(**settings).hear(ev.Started(), ev.Refused("UNIMPLEMENTED", detail))
+    what = "what answers at h:1 is not Dal Segno's dlrover-master; so and so"
+    assert exit_ == ev.Exit(ev.EXIT_USAGE, what)
+    line = "the client speaks protocol 9, this master only 8: upgrade dalsegno on the master"
+    assert Agent(**settings).hear(ev.Started(), ev.Refused("UNIMPLEMENTED", line)) == [ev.Exit(ev.EXIT_USAGE, line)]
+
+
 def test_the_same_directive_twice_changes_nothing() -> None:
     """A directive is a view."""
     agent = Agent().registered()
