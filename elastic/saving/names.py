@@ -12,9 +12,9 @@ from ..checkpoint import Best, CheckpointName
 from ..rank.agreement import differences
 from ..rank.collective import Collective, PendingGather
 from ..rank.identity import Identity
-from .answers import TOLD_OTHERWISE
+from .answers import TOLD_OTHERWISE, raise_first
 from .content import Own
-from .save_errors import Failed, is_fatal, is_mistake, trouble
+from .save_errors import Failed, trouble
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,14 @@ class Names:
         """See `ask`; waits for the answer. Collective."""
         self.ask(own, best_as_of, create_directory=create_directory).answer()
 
-    def ask(self, own: Own, best_as_of: Callable[[str, float | None], Bests], *, create_directory: bool) -> AskedName:
+    def ask(
+        self,
+        own: Own,
+        best_as_of: Callable[[str, float | None], Bests],
+        *,
+        create_directory: bool,
+        looks: bool = True,
+    ) -> AskedName:
         """Asks for rank 0's name, metric and best: a metric is often computed on one rank, or differs in its last bits.
 
         Collective. All ranks say what they save, which must be the same.
@@ -42,6 +49,7 @@ class Names:
             own: The save.
             best_as_of: The best checkpoint, as of one with that name and metric, and the candidate.
             create_directory: The directory exists afterwards, where all nodes see the same.
+            looks: Each rank looks for room first, and all hear of one that has none.
         """
         content, store = own.content, own.tier.store
         step, metric = content.step, content.metric
@@ -51,8 +59,10 @@ class Names:
             )
             metric = None
         said: dict[str, Any] = {"metric": metric, "content": asdict(replace(content, metric=None))}
-        if self._identity.rank == 0:
-            try:
+        try:
+            if looks:
+                own.tier.look()
+            if self._identity.rank == 0:
                 name = store.next_name(step, self._identity.epoch)
                 last = self._last
                 if last is not None and last.step == step:
@@ -63,8 +73,9 @@ class Names:
                     own.tier.create(str(name))
                 said["name"] = str(name)
                 said["bests"] = [None if one is None else asdict(one) for one in best_as_of(str(name), metric)]
-            except Exception as error:
-                said["error"] = trouble(error, store.run_dir)
+        # The other ranks must hear of every error before they are in a collective of their own.
+        except Exception as error:
+            said["error"] = trouble(error, store.run_dir)
         return AskedName(own, self._collective.start_gather(said))
 
 
@@ -78,17 +89,15 @@ class AskedName:
         """The save has its name, and rank 0's metric and best. Collective.
 
         Raises:
-            Failed: There is none, or the ranks were told to save different things. On all ranks.
+            Failed: There is none, some rank has no room, or they were told to save different things. On all ranks.
         """
         answers = self._asked.wait()
-        first = answers[0]
-        if "error" in first:
-            error = first["error"]
-            raise Failed(error["text"], is_fatal([error]), final=is_mistake([error]))
+        first, own = answers[0], self._own
+        if "name" in first:
+            # Whatever comes below: what rank 0 has made is removed with it.
+            own.name = str(first["name"])
+        raise_first([answer.get("error", {}) for answer in answers])
         best, candidate = (None if one is None else Best(**one) for one in first["bests"])
-        own = self._own
-        own.name = str(first["name"])
         own.content = replace(own.content, metric=first["metric"], best=best, candidate=candidate)
-        # Behind the name: what rank 0 has made is removed with it.
         if wrong := differences([answer["content"] for answer in answers]):
             raise Failed(f"{TOLD_OTHERWISE}: {'; '.join(wrong)}", fatal=True)

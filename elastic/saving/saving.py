@@ -358,8 +358,8 @@ class Saver:
         Returns:
             The files, and what the thread calls before it writes them.
         """
-        asked = self._names.ask(own, self.bests.as_of, create_directory=True)
         beside = self._agreed and own.tier.in_memory and not (waits or state.copies or own.content.make_durable)
+        asked = self._names.ask(own, self.bests.as_of, create_directory=True, looks=not beside)
         if not beside:
             asked.answer()
         files, error = self._copied(own, state, copies=not waits, enters=not beside)
@@ -374,6 +374,7 @@ class Saver:
     def _enter_late(self, own: Own, error: BaseException | None) -> None:
         if error is not None:
             raise error
+        own.tier.look()
         own.tier.enter(own.name, create=True)
         self._buffers.wait()
 

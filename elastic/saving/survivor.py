@@ -106,6 +106,7 @@ class Survivor:
                 return None
             try:
                 _empty(path)  # What a rank has left there that was killed.
+                tier.look()
                 tier.enter(path.name, create=False)
                 with Summed(tier.check_room):
                     manifest = self._write(path, content, {**files, rng.file_name(identity.rank): generators})

@@ -53,6 +53,13 @@ class Disk:
         self.leads = identity.rank == 0
         self._mount = mount_point(store.run_dir) if self.leads else None
 
+    def look(self) -> None:
+        """On each rank, before a checkpoint is begun, so that all can be told before one of them is in a collective.
+
+        Raises:
+            OSError: There is no room for it.
+        """
+
     def prepare(self) -> None:
         """On rank 0, before a checkpoint has its name: the directory for all of them is there.
 
@@ -76,7 +83,7 @@ class Disk:
         """On each rank, before it writes there; ``create``: the directory exists afterwards.
 
         Raises:
-            OSError: There is no room, or it cannot be made.
+            OSError: It cannot be made.
         """
 
     def check_room(self) -> None:
@@ -130,18 +137,19 @@ class Memory(Disk):
         # What the last one took on this node.
         self._bytes = 0
 
+    def look(self) -> None:
+        self._check_there()
+        if self.leads:
+            self._check_all()
+
     def prepare(self) -> None:
-        """The agent has made it, for nobody else to read: if it is gone, so is what others know of it, see `enter`."""
+        """The agent has made it, for nobody else to read: if it is gone, so is what others know of it, see `look`."""
 
     def create(self, name: str) -> None:
         """Each node has one of its own, see `enter`."""
 
     def enter(self, name: str, *, create: bool) -> None:
-        if not self.store.run_dir.is_dir():
-            line = "the directory of this node in memory is gone (was it deleted?): the next world makes it again"
-            raise OSError(errno.ENOENT, line, str(self.store.run_dir))
-        if self.leads:
-            self._check_all()
+        self._check_there()
         if create:
             self.store.path(name).mkdir(exist_ok=True)
 
@@ -153,6 +161,11 @@ class Memory(Disk):
             problem = self._without_spares(self._exceeds_budget)
         if problem:
             raise OSError(errno.ENOSPC, problem, str(self.store.run_dir))
+
+    def _check_there(self) -> None:
+        if not self.store.run_dir.is_dir():
+            line = "the directory of this node in memory is gone (was it deleted?): the next world makes it again"
+            raise OSError(errno.ENOENT, line, str(self.store.run_dir))
 
     def _check_all(self) -> None:
         if problem := self._without_spares(self._lacks_room) or self._lacks_memory():

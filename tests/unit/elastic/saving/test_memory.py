@@ -24,6 +24,7 @@ from dalsegno.elastic.checkpoint.parts import part_path, parts_directory, read_p
 from dalsegno.elastic.checkpoint.spares import keep_spares
 from dalsegno.elastic.rank.identity import Identity, ResumeOrder, from_environment
 from dalsegno.elastic.saving import resuming, tiers
+from dalsegno.elastic.saving.background_save import Background
 from dalsegno.elastic.saving.content import Content
 from dalsegno.elastic.saving.outcomes import SaveError
 from dalsegno.elastic.saving.resuming import Damaged, ResumePoint, handed_out
@@ -247,6 +248,40 @@ def test_no_room_on_one_node_fails_on_all_and_leaves_nothing(
         assert (first.step, second, third.step) == (1, None, 3)
     assert "MiB are free in memory, and a checkpoint takes 1 MiB on this node" in caplog.text
     assert not any(agent.of("save_failed") for agent in job.agents), "it is no durable save that has failed"
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_no_rank_begins_what_one_has_no_room_for(tmp_path: Path, waits: bool, node: int) -> None:
+    """The others would be in a collective of the script's own, and this one here: all hear of it first.
+
+    Also where the ranks have agreed, and what the script gives makes its copies itself. What rank 0 has named goes.
+    """
+    job, called = Job(tmp_path, 2, per_node=2), [set[int]() for _ in range(2)]
+
+    def work(saver: Saver, group: Threads) -> Any:
+        assert save(saver, group, waits=waits, step=1) is not None
+
+        def write(path: Path) -> None:
+            called[0].add(group.rank)
+            writes(group.rank, 2)(path)
+
+        def state(copy: Any, path: Path) -> dict[str, Any]:
+            called[1].add(group.rank)
+            return files_of(group.rank, 2)
+
+        # As large as no node is.
+        memory = saver._tier(True)
+        assert isinstance(memory, tiers.Memory)
+        memory._bytes = 1 << 60 if group.rank == 2 * node else memory._bytes
+        if waits:
+            return saver.save(content(2), write, create_directory=True, drain=False, in_memory=True)
+        made = Background(state, copies=True)
+        return saver.begin(content(2), made, lambda: None, drain=False, in_memory=True)
+
+    assert job.run(work) == [None] * 4
+    assert called == [set(), set()]
+    assert not [path for each in range(2) for path in job.memory(each).glob("step-2*")]
 
 
 LARGE_BYTES = 80 << 20
