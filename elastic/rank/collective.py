@@ -113,7 +113,10 @@ class Collective(Protocol):
     def barrier(self) -> None: ...
 
     def unless(self, gone: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Inside, a collective raises ``PeerLost`` if a peer is gone: its connection is closed, or ``gone()``."""
+        """Inside, a collective raises ``PeerLost`` if a peer is gone: its connection is closed, or ``gone()``.
+
+        ``gone`` is asked again and again while this rank waits, and may raise. One block may be in another one.
+        """
         ...
 
     def has_lost_a_peer(self) -> bool:
@@ -246,11 +249,13 @@ class GlooCollective(ByMessages):
 
     @contextmanager
     def unless(self, gone: Callable[[], bool]) -> Iterator[None]:
-        self._gone = gone
+        before = self._gone
+        asked = [gone] if before is None else [gone, before]
+        self._gone = lambda: any(one() for one in asked)
         try:
             yield
         finally:
-            self._gone = None
+            self._gone = before
 
     def has_lost_a_peer(self) -> bool:
         """Asks each peer for a message that nobody sends: gloo refuses that at once if the connection is closed."""

@@ -18,14 +18,7 @@ from typing import Any
 
 from dalsegno.protos import trace
 
-from ..checkpoint import (
-    Best,
-    CheckpointStore,
-    FileEntry,
-    Manifest,
-    Ref,
-    seal,
-)
+from ..checkpoint import Best, CheckpointStore, FileEntry, Manifest, Ref, seal
 from ..checkpoint.files import checksums, list_files, write_exclusive
 from ..rank import rng
 from ..rank.board import Board, open_board
@@ -40,10 +33,11 @@ from .content import Content, Own
 from .file_check import FileCheck
 from .names import Names
 from .outcomes import Outcomes, SaveError
-from .save_errors import Failed, kept, problem, trouble
+from .save_errors import Failed, describe, kept, problem, trouble
 from .saving_reports import Count, SavingReports, bytes_below
 from .sealing import Sealing
 from .staging import HostBuffers, wait_for_cards
+from .stranded import unless_stranded
 from .tiers import Disk, Memory
 from .writing import Summed
 
@@ -85,6 +79,7 @@ class Saver:
         self._identity, self._collective, self._store = identity, collective, store
         self._link, self._resumed_from = link, resumed_from
         self._names = Names(identity, collective)
+        self._unless_stranded = partial(unless_stranded, collective, identity, link)
         in_memory = resumed_from.name if resumed_from is not None and resumed_in_memory else ""
         self._outcomes = Outcomes(identity, collective, link, store, best, candidate, in_memory)
         self.bests, self.saved = self._outcomes.bests, self._outcomes.saved
@@ -364,10 +359,13 @@ class Saver:
             asked.answer()
         files, error = self._copied(own, state, copies=not waits, enters=not beside)
         if beside:
-            asked.answer()
+            with self._unless_stranded(own, {} if error is None else {"text": describe(error)}):
+                asked.answer()
             return files, partial(self._enter_late, own, error)
         found = problem(error, own.path)
-        answers = self._answers.exchange({"paths": sorted(files)} if found is None else found.answer)
+        said = {"paths": sorted(files)} if found is None else found.answer
+        with self._unless_stranded(own, said):
+            answers = self._answers.exchange(said)
         self._files.check([path for answer in answers for path in answer["paths"]], own.content)
         return files, self._buffers.wait
 
@@ -433,7 +431,8 @@ class Saver:
         own.written = error is None
         # Kept no longer: it holds open what its write was about, and in memory what is deleted so stays there.
         said, error = self._answers.answer(error, path), None
-        self._answers.exchange(said)
+        with self._unless_stranded(own, said):
+            self._answers.exchange(said)
         # Another rank may change what this one wrote, until all have said that they are through.
         own.summed = summed.entries(path)
 

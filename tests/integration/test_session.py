@@ -114,6 +114,39 @@ def test_failed_save_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_path: Path
         assert {"part-0.json", "part-1.json", "rng/rank-0.json", "rng/rank-1.json"} < {f.path for f in manifest.files}
 
 
+@pytest.mark.parametrize("flags", [(), ("--background",)], ids=["waiting", "background"])
+@pytest.mark.parametrize("drain", [False, True])
+def test_a_full_disk_before_a_barrier_is_said_and_ends_the_ranks(
+    tmp_path: Path, flags: tuple[str, ...], drain: bool
+) -> None:
+    """The others wait there for rank 0, which waits for them: it says why, and its end lets them go."""
+    with FakeAgent(tmp_path, world=2, epoch=1, stall_timeout=4) as agent:
+        agent.start("--steps", "1000", "--save-every", "0" if drain else "2", "--fail-rank", "0", "--barrier", *flags)
+        if drain:
+            agent.wait_for_step(2)
+            agent.drain()
+        codes = agent.wait()
+    assert 0 not in codes, agent.outputs
+    assert 83 not in codes, agent.outputs
+    full = "Cannot allocate memory" if flags else "No space left on device"
+    (said,) = [line for line in agent.outputs[0].splitlines() if line.startswith("dalsegno: rank 0 cannot save")]
+    assert full in said
+    assert "If they wait for it in a barrier, in 3 s without a byte from them it ends" in said
+    ended = next(line for line in agent.outputs[0].splitlines() if "SaveError: saving step" in line)
+    assert full in ended
+    assert "cannot save" not in agent.outputs[1]
+
+
+def test_a_rank_that_failed_waits_for_those_that_still_write(tmp_path: Path) -> None:
+    """However long they take, as long as something grows: the save fails on all ranks, and the run goes on."""
+    with FakeAgent(tmp_path, world=2, epoch=1, stall_timeout=8) as agent:
+        agent.start("--steps", "4", "--save-every", "2", "--fail-rank", "1", "--write-slowly", "10")
+        assert agent.wait() == [0, 0], agent.outputs
+        assert {one.name for one in agent.of("save_failed")} == {"step-2.e1.1"}
+    assert "dalsegno: rank 1 cannot save its part of step-2.e1.1" in agent.outputs[1]
+    assert newest(tmp_path).step == 4
+
+
 def test_mistake_in_the_save_function_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
     """What trying again cannot cure is not hidden as a failed save, and no rank waits for the one that raised."""
     with FakeAgent(tmp_path, world=2, epoch=1) as agent:

@@ -29,6 +29,7 @@ class FakeAgent:
         universal: The form of ``resume`` that is to be loaded; None: as it is.
         memory: Each rank is a node of its own, and keeps memory checkpoints in ``memory(rank)``.
         held: With ``memory``: ``resume`` is there, on each node.
+        stall_timeout: What the ranks are told of it, seconds; 0: nobody is ever stuck.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class FakeAgent:
         universal: Manifest | None = None,
         memory: bool = False,
         held: bool = False,
+        stall_timeout: float = 0.0,
     ) -> None:
         self.directory, self.world, self.epoch, self.resume = directory, world, epoch, resume
         self.universal, self._has_memory, self._held = universal, memory, held
+        self._stall_timeout = stall_timeout
         self.run_dir = directory / "run-0001"
         self.logs = directory / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -157,6 +160,7 @@ class FakeAgent:
             "DALSEGNO_MIN_NODES": "1",
             "DALSEGNO_MAX_NODES": "4",
             "DALSEGNO_RUN_DIR": str(self.run_dir),
+            "DALSEGNO_STALL_TIMEOUT": str(self._stall_timeout),
         }
         if self.resume is not None:
             env["DALSEGNO_RESUME_NAME"] = self.resume.name

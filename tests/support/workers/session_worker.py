@@ -69,6 +69,8 @@ def parse() -> argparse.Namespace:
     flags.add_argument("--fail-rank", type=int, default=-1)
     flags.add_argument("--fail-saves", type=int, default=1, help="how many saves fail on that rank")
     flags.add_argument("--fail-with", default="disk")
+    flags.add_argument("--write-slowly", type=float, default=0.0, help="so long rank 0's first save takes, seconds")
+    flags.add_argument("--barrier", action="store_true", help="what saves ends in a barrier of the script's own group")
     flags.add_argument("--swallow", action="store_true", help="catch the drain's exception and return 0")
     flags.add_argument("--checkpoint-dir")
     flags.add_argument("--background", action="store_true", help="save in the background")
@@ -106,9 +108,22 @@ def main() -> None:
             if flags.fail_with == "disk":
                 raise OSError(errno.ENOSPC, "No space left on device")
             raise KeyError("a mistake in the script")
+        if s.rank == 0 and flags.write_slowly:
+            with open(path / "grows", "wb", buffering=0) as grows:
+                ends = time.monotonic() + flags.write_slowly
+                while time.monotonic() < ends:
+                    grows.write(b"x")
+                    time.sleep(0.1)  # why: it is to take so long
+            flags.write_slowly = 0.0
+        if flags.barrier:
+            dist.barrier()
 
     def state() -> dict[str, object]:
         nonlocal failed
+        if flags.barrier and s.rank == flags.fail_rank:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        if flags.barrier:
+            dist.barrier()
         files: dict[str, object] = {f"part-{s.rank}.json": json.dumps({"rank": s.rank, "step": s.step}).encode()}
         if s.rank == 0:
             files["model.pt"] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

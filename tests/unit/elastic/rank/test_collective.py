@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from dalsegno.elastic.rank.collective import FORM, HEAD_BYTES, LENGTH_BYTES, GlooCollective
+from dalsegno.elastic.rank.collective import FORM, HEAD_BYTES, LENGTH_BYTES, GlooCollective, PeerLost
 from tests.support.jobs.ports import free_port
 
 ROOM = HEAD_BYTES - LENGTH_BYTES
@@ -24,6 +24,31 @@ found = [said, group.broadcast({"long": "x" * 5000} if rank == 0 else None), gro
 group.barrier()
 print(json.dumps(found))
 """
+
+
+class Never:
+    """A collective that the others do not come to."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_wait_in_two_blocks_is_called_off_by_either() -> None:
+    """A save of a drain's, in which this rank waits with a problem: also behind the inner block."""
+    group, asked = GlooCollective(0, 2, 0), list[str]()
+
+    def gone(name: str, rounds: int) -> bool:
+        asked.append(name)
+        return asked.count(name) >= rounds
+
+    with group.unless(lambda: gone("outer", 4)):
+        with group.unless(lambda: gone("inner", 2)), pytest.raises(PeerLost):
+            group._wait(Never())
+        assert asked == ["inner", "outer", "inner"]
+        with pytest.raises(PeerLost):
+            group._wait(Never())
+        assert asked.count("outer") == 4
+    assert group._gone is None
 
 
 def test_messages_are_gathered_whole_whatever_their_lengths() -> None:

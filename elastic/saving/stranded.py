@@ -1,0 +1,111 @@
+"""A rank whose part of a save has failed, while the others may wait for it in a collective of the script's own.
+
+Its error is caught, so that the save fails on all ranks and none has to end. It then waits for the others in the
+session's group. Where there is a collective in what they save with (a barrier behind rank 0's write), they wait there
+for this rank, and nobody would ever say that the disk is full. From here that looks like ranks that still write, except
+that nothing grows. So this rank says what it has, and ends after a while, which breaks their collective.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ..rank.collective import Collective
+from ..rank.exits import insist
+from ..rank.identity import Identity
+from ..rank.link import Link
+from ..rank.remarks import remark
+from .apart import PATIENCE_SHARE
+from .content import Own
+from .outcomes import SaveError
+from .saving_reports import SavingReports, bytes_below
+
+# Seconds after which it is said, and between two looks at what the others write.
+SAY_SECONDS, LOOK_SECONDS = 10.0, 2.0
+# Seconds that it waits where there is no agent, and so no --stall-timeout.
+ALONE_SECONDS = 450.0
+ADVICE = "no barrier is needed in what saves, as the session waits for all ranks"
+
+
+@contextmanager
+def unless_stranded(
+    collective: Collective, identity: Identity, link: Link | None, own: Own, said: Mapping[str, Any]
+) -> Iterator[None]:
+    """Around the collective in which this rank says how its part of a save went.
+
+    Args:
+        collective, identity, link: The session's.
+        own: The save.
+        said: What this rank says. Nothing is done unless that is a problem.
+
+    Raises:
+        SaveError: The others have not come, and have written nothing for too long. This process ends.
+    """
+    if "text" not in said or identity.world_size == 1:
+        yield
+        return
+    patience = ALONE_SECONDS if identity.alone else PATIENCE_SHARE * identity.stall_timeout
+    size = (lambda: bytes_below(own.path)) if own.name else (lambda: 0)
+    stranded = Stranded(identity.rank, own, said["text"], patience, size)
+    # The master's patience is that with a save for as long as this waits, not that with a step.
+    with SavingReports(link if own.name else None, own.name, size), collective.unless(stranded.look):
+        yield
+
+
+class Stranded:
+    """One rank that waits with a problem.
+
+    Args:
+        rank: It.
+        own: The save.
+        text: The problem.
+        patience_seconds: It waits so long without a byte; 0: for ever.
+        size: Measures what is written.
+    """
+
+    def __init__(self, rank: int, own: Own, text: str, patience_seconds: float, size: Callable[[], int]) -> None:
+        self._rank, self._own, self._text, self._patience, self._size = rank, own, text, patience_seconds, size
+        self._say = min(SAY_SECONDS, patience_seconds / 2) if patience_seconds > 0 else SAY_SECONDS
+        self._bytes, self._told = size(), False
+        self._began = self._moved = self._looked = time.monotonic()
+
+    def look(self) -> bool:
+        """Called again and again while this rank waits. False: it waits on.
+
+        Raises:
+            SaveError: It has waited for too long.
+        """
+        now = time.monotonic()
+        if not self._told and now - self._began >= self._say:
+            self._tell()
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked, size = now, self._size()
+            if size != self._bytes:
+                self._bytes, self._moved = size, now
+            elif 0 < self._patience <= now - self._moved:
+                self._end()
+        return False
+
+    def _tell(self) -> None:
+        self._told = True
+        ends = f"in {self._patience:.0f} s without a byte from them it ends" if self._patience > 0 else "it waits"
+        remark(
+            "rank %d cannot save its part of %s, and the other ranks have not come yet: %s. If they wait for it in a"
+            " barrier, %s; mend what it says, and %s",
+            self._rank,
+            self._own.name or f"step {self._own.content.step}",
+            self._text,
+            ends,
+            ADVICE,
+        )
+
+    def _end(self) -> None:
+        # The group's threads would delay the end of this process for as long as they wait.
+        insist(1)
+        raise SaveError(
+            f"saving step {self._own.content.step} failed: {self._text} (rank {self._rank}); and the other ranks have"
+            f" written nothing for {self._patience:.0f} s, so they may wait for this one in a barrier: {ADVICE}"
+        )

@@ -1,0 +1,118 @@
+"""A rank that waits with an error for ranks that may wait for it: it says so, and ends once nothing grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.elastic.checkpoint import CheckpointStore, Position
+from dalsegno.elastic.rank.identity import Identity
+from dalsegno.elastic.saving import stranded
+from dalsegno.elastic.saving.content import Content, Own
+from dalsegno.elastic.saving.outcomes import SaveError
+from dalsegno.elastic.saving.tiers import Disk
+
+
+class Clock:
+    """Stands for ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Group:
+    """Of a rank that waits: keeps what is asked meanwhile."""
+
+    def __init__(self) -> None:
+        self.asked: Callable[[], bool] | None = None
+
+    @contextmanager
+    def unless(self, gone: Callable[[], bool]) -> Iterator[None]:
+        self.asked = gone
+        yield
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(stranded, "time", made)
+    return made
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the process would end with."""
+    found: list[int] = []
+    monkeypatch.setattr(stranded, "insist", found.append)
+    return found
+
+
+def waiting(directory: Path, said: dict[str, Any], *, name: str = "step-5.e1.1", **identity: Any) -> Group:
+    """A rank that waits with what it has said."""
+    who, group = (
+        Identity(**{"rank": 1, "world_size": 2, "socket": "socket", "stall_timeout": 400.0, **identity}),
+        Group(),
+    )
+    own = Own(Content(5, Position(0, 80)), Disk(CheckpointStore(directory), who), name)
+    with stranded.unless_stranded(group, who, None, own, said):  # type: ignore[arg-type]
+        return group
+
+
+FULL = {"text": "OSError: the disk is full", "cause": "surroundings"}
+
+
+def test_it_says_so_once_and_ends_when_nothing_has_grown(
+    tmp_path: Path, clock: Clock, codes: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As long as files grow somebody writes. It ends with what it had, and a word about barriers."""
+    (tmp_path / "step-5.e1.1").mkdir()
+    asked = waiting(tmp_path, FULL).asked
+    assert asked is not None
+    for seconds in range(799):
+        clock.now = 1000.0 + seconds
+        if seconds < 500:
+            (tmp_path / "step-5.e1.1" / "grows").write_bytes(bytes(seconds))
+        assert asked() is False
+        assert len(caplog.messages) == (seconds >= 10)
+    clock.now = 1802.0
+    with pytest.raises(SaveError, match=r"saving step 5 failed: OSError: the disk is full \(rank 1\); and the other"):
+        asked()
+    assert codes == [1]
+    (said,) = caplog.messages
+    assert said.startswith("rank 1 cannot save its part of step-5.e1.1, and the other ranks have not come yet: OSErr")
+    assert "in 300 s without a byte from them it ends" in said
+
+
+def test_where_the_disk_is_never_stuck_it_waits(
+    tmp_path: Path, clock: Clock, codes: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`--stall-timeout=0`. Said it is all the same, also of a save without a name yet."""
+    asked = waiting(tmp_path, FULL, name="", stall_timeout=0.0).asked
+    assert asked is not None
+    for _ in range(100):
+        clock.now += 100.0
+        assert asked() is False
+    assert "rank 1 cannot save its part of step 5, " in caplog.text
+    assert codes == []
+
+
+def test_without_an_agent_it_does_not_wait_for_ever(tmp_path: Path, clock: Clock, codes: list[int]) -> None:
+    """Nobody else would end it."""
+    asked = waiting(tmp_path, FULL, socket=None, stall_timeout=0.0).asked
+    assert asked is not None
+    clock.now += stranded.ALONE_SECONDS
+    with pytest.raises(SaveError, match="the disk is full"):
+        asked()
+
+
+@pytest.mark.parametrize("said", [{}, {"paths": ["model.pt"]}], ids=["waiting", "background"])
+def test_who_has_saved_its_part_waits_as_ever(tmp_path: Path, said: dict[str, Any]) -> None:
+    """However long the others write."""
+    assert waiting(tmp_path, said).asked is None
