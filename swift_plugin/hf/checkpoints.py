@@ -167,7 +167,8 @@ class TrainerWrite:
         What is small the Trainer writes below a directory in ``path``, which is deleted at the end.
         """
         own = path / f".rank-{self._rank}"
-        own.mkdir()
+        with self.errors.kept():
+            own.mkdir()
         try:
             with self._saving_to(own), kept_here(own, copy) as self.kept:
                 self._save()

@@ -79,7 +79,9 @@ class SavingTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
     def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
         if self._run.writing is None or not self.is_deepspeed_enabled:
-            super().save_model(output_dir, _internal_call)
+            # Also what a class of the script's own does there, beside `_save`.
+            with self._kept_errors():
+                super().save_model(output_dir, _internal_call)
             return
         # If the weights cannot be gathered here, it makes the engine save, which comes next in any case.
         engine = self.model_wrapped

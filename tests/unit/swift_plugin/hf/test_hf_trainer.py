@@ -873,7 +873,9 @@ def test_the_trainer_deletes_nothing_and_its_limit_is_the_runs(tmp_path: Path) -
     assert state["global_step"] == 12
 
 
-@pytest.mark.parametrize("part", ["_save", "_save_rng_state", "_save_optimizer_and_scheduler", "save_to_json"])
+@pytest.mark.parametrize(
+    "part", ["save_model", "_save", "_save_rng_state", "_save_optimizer_and_scheduler", "save_to_json"]
+)
 def test_a_save_that_fails_is_told_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
 ) -> None:
