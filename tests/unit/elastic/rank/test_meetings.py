@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -118,6 +120,38 @@ def test_others_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pyt
     with pytest.raises(ValueError, match="another model"), one.together():
         raise ValueError("another model")
     assert (codes, agent.said) == ([1], [])
+
+
+class Slow(Others):
+    """Comes late; meanwhile this rank is asked whether it waits on."""
+
+    looks: Callable[[], bool] | None = None
+
+    @contextmanager
+    def unless(self, gone: Callable[[], bool]) -> Iterator[None]:
+        self.looks = gone
+        yield
+
+    def meet(self, said: Statement, *, patience_seconds: float | None = None) -> None:
+        for _ in range(3) if self.looks else ():
+            assert self.looks is not None
+            assert self.looks() is False
+        super().meet(said, patience_seconds=patience_seconds)
+
+
+@pytest.mark.parametrize("problem", ["", "the first batch could not be made"])
+def test_a_rank_that_waits_with_a_problem_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: str
+) -> None:
+    """The others may be in a barrier of the script's own, and nothing else would tell what they wait for."""
+    monkeypatch.setattr(meetings, "SAY_SECONDS", 0.0)
+    others = Slow()
+    one, _ = met(others)
+    with pytest.raises(Refusal) if problem else nullcontext():
+        one.compare({}, problem)
+    said = [line for line in caplog.messages if "rank 0 cannot go on" in line]
+    assert len(said) == bool(problem)
+    assert all(problem in line for line in said)
 
 
 def caused(text: str) -> OSError:
