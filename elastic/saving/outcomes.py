@@ -103,7 +103,7 @@ class Outcomes:
             where = " in memory" if in_memory else ""
             then = "the ranks save to the disk" if own.content.make_durable else "commits stand"
             say = remark if in_memory else log.warning  # the other one the agent says
-            say("saving %s%s failed, %s: %s", name or "a step", where, then, reason)
+            say("saving %s%s failed, %s: %s", name or f"step {own.content.step}", where, then, reason)
         if own.tier.leads and name:
             for error in own.tier.remove(name):
                 log.warning("what the failed save left in %s could not be removed: %s", name, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -103,6 +104,21 @@ def test_what_the_trainer_saves_comes_to_the_disk_from_memory(jobs: Clusters, un
     assert f"checkpoint-{STEPS}" in linked
     # Neither does the last prune leave a link to nothing behind.
     assert not [path for path in (job.directory / "out").rglob("*") if path.is_symlink() and not path.exists()]
+
+
+def test_what_memory_has_no_room_for_comes_to_the_disk(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """Also of a Trainer with two ranks on the node, of which one alone finds that: the other one would be in its
+    collectives. The first step fits, and no other beside it."""
+    flags = ("--nproc-per-node=2", "--memory-budget=2MB", "--keep-checkpoints=0")
+    job = jobs(nnodes="1", training=of_hf(steps=STEPS), agent_flags=flags, agent_environment={})
+    job.start("a")
+    end(job, undisturbed)
+    job.assert_lost({})
+    (said,) = [line for line in job.nodes[0].text().splitlines() if "the ranks save to the disk" in line]
+    assert "of --memory-budget are in use" in said
+    found = re.search(r"saving step (\d+) in memory failed", said)
+    assert found is not None, said
+    assert {int(found[1]), STEPS} <= {one.step for one in job.sealed()}
 
 
 @pytest.mark.full
