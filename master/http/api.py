@@ -31,7 +31,7 @@ STATUS_OF = {
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
 }
-# Seconds that a request for events may wait for one; less than a connection lasts.
+# Seconds that a request for events may wait for one; less than any request may take.
 LONGEST_WAIT_SECONDS = 20.0
 # Seconds after which it is seen that a reader who waits has hung up.
 GONE_WITHIN_SECONDS = 0.5
@@ -124,10 +124,7 @@ class Api:
             return EventStream(feed, after if last_event_id is None else last_event_id, self._readers, self._encoded)
         with self._readers.one():
             await _until_news(request, feed, after, wait)
-        answer = await self._answer(after, limit)
-        # A connection does not last for a second wait, and whoever began one over it would be cut off.
-        answer.headers["connection"] = "close"
-        return answer
+        return await self._answer(after, limit)
 
     async def _answer(self, after: int, limit: int) -> Response:
         """`Events`, put together from the texts of each: a model would look at every value again."""

@@ -16,7 +16,7 @@ from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from ..record.descriptors import HTTP_CONNECTIONS
 from ..server.auth import TlsFiles
 from ..server.listener import Listener
-from .guard import Bounded
+from .guard import Bounded, Receive, Scope, Send
 
 __all__ = ("Port", "application", "say_failure")
 
@@ -56,13 +56,16 @@ class Port:
     ) -> None:
         """`listener` is open, and is closed with this. `failed` hears the error if serving fails."""
         self._tasks: list[asyncio.Task[None]] = []
-        self._socket, self._failed = listener, failed
+        self._app, self._socket, self._failed = app, listener, failed
         # uvicorn's loggers stay unconfigured: its errors reach the master's log, and requests are not logged, not even
         # those that are no HTTP: a stranger without a token would fill the disk with lines about them.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         self._server = _Server(
             uvicorn.Config(
-                app,
+                self._answer,
+                interface="asgi3",
+                # The other end of the connection, whatever it says of a proxy before it.
+                proxy_headers=False,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -81,12 +84,17 @@ class Port:
             task.add_done_callback(self._note)
             self._tasks.append(task)
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if client := scope.get("client"):
+            self._socket.begin(tuple(client))
+        await self._app(scope, receive, send)
+
     def _note(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed(error)
 
     def drop_old(self) -> None:
-        """Ends connections that have been open for longer than anybody needs."""
+        """Ends connections whose last request began longer ago than any takes."""
         self._socket.drop_old()
 
     async def close(self) -> None:

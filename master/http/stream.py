@@ -20,7 +20,7 @@ from .guard import Receive, Scope, Send
 
 __all__ = ("EventStream", "Readers")
 
-# Seconds: how long a stream lasts, less than any connection does; between two signs of life; in which a reader must
+# Seconds: how long a stream lasts, less than any request may take; between two signs of life; in which a reader must
 # have taken what was sent; after which it connects again.
 LONGEST_STREAM_SECONDS = 20.0
 ALIVE_EVERY_SECONDS = 5.0
@@ -65,8 +65,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, feed: Feed, after: int, readers: Readers, encoded: EncodedEvents) -> None:
-        # No connection lasts for a second stream.
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no", "connection": "close"}
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         super().__init__(b"", headers=headers)
         del self.headers["content-length"]
         self._feed, self._after, self._readers, self._encoded = feed, after, readers, encoded

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import math
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -18,7 +19,7 @@ from google.protobuf.message import Message
 
 from dalsegno.master.brain.chronicle import EVENTS, REMARKS, JobEvent, Kind, PausePart
 from dalsegno.master.brain.events import Reply
-from dalsegno.master.http import stream
+from dalsegno.master.http import across, api, stream
 from dalsegno.master.http.encoded import finite
 from dalsegno.master.http.guard import LARGEST_BODY_BYTES
 from dalsegno.master.http.looking import CURVE_POINTS, Curve, Looking
@@ -450,26 +451,107 @@ def test_a_request_for_events_may_wait_for_one() -> None:
 
 
 @pytest.mark.slow
-def test_who_waits_again_and_again_over_one_client_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection lasts for so long since it began: the second wait over it would not come to its end."""
-    monkeypatch.setattr(listener, "LONGEST_CONNECTION_SECONDS", 1.5)
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+def test_who_waits_again_and_again_over_one_connection_is_not_cut_off(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Each request has all of its time, however long ago the connection began, and also after it was silent."""
+    monkeypatch.setattr(listener, "LONGEST_REQUEST_SECONDS", 2.0)
     monkeypatch.setattr(stream, "LONGEST_STREAM_SECONDS", 1.0)
 
-    def waits(address: str, accept: str) -> list[tuple[int, str | None]]:
+    def waits(address: str) -> None:
         connection = http.client.HTTPConnection(address, timeout=10)
-        found = []
         with contextlib.closing(connection):
-            for _ in range(3):
-                connection.request("GET", "/api/v1/events?wait=1", headers={"accept": accept})
+            connection.connect()
+            first = connection.sock
+            for _ in range(4):
+                time.sleep(0.5)
+                connection.request("GET", "/api/v1/events?wait=1", headers={"accept": kind})
                 answer = connection.getresponse()
                 answer.read()
-                found.append((answer.status, answer.getheader("connection")))
-        return found
+                assert (answer.status, connection.sock is first) == (200, True)
 
     async def scene() -> None:
         async with serving(Reply("OK", "", status())) as edge:
-            asked = [asyncio.to_thread(waits, edge.address, kind) for kind in ("application/json", "text/event-stream")]
-            assert await asyncio.gather(*asked) == [[(200, "close")] * 3] * 2
+            await asyncio.to_thread(waits, edge.address)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.slow
+def test_an_order_is_answered_however_old_its_connection_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who gives it would not know whether it was carried out."""
+    monkeypatch.setattr(listener, "LONGEST_REQUEST_SECONDS", 2.0)
+
+    class Slow(Small):
+        async def call(self, message: Message) -> Reply:
+            await asyncio.sleep(1.5)
+            return await super().call(message)
+
+    def orders(address: str) -> int:
+        connection = http.client.HTTPConnection(address, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", "/healthz")
+            connection.getresponse().read()
+            time.sleep(1)
+            connection.request("POST", "/api/v1/stop")
+            return connection.getresponse().status
+
+    async def scene() -> None:
+        async with serving(Slow(Reply("OK", "", status()), done())) as edge:
+            assert await asyncio.to_thread(orders, edge.address) == 200
+
+    asyncio.run(scene())
+
+
+def test_any_request_may_take_as_long_as_what_it_waits_for() -> None:
+    """A wait for events, a stream, an order at the master: the answer is there before the connection is ended."""
+    longest = max(api.LONGEST_WAIT_SECONDS, stream.LONGEST_STREAM_SECONDS, across.ORDER_SECONDS)
+    assert longest + 5 <= listener.LONGEST_REQUEST_SECONDS
+
+
+@pytest.mark.slow
+def test_who_asks_over_an_old_connection_is_not_the_first_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are too many: a page that stays open is older than those who say nothing."""
+    monkeypatch.setattr(listener, "HTTP_CONNECTIONS", 3)
+
+    async def scene() -> None:
+        async with serving(Reply("OK", "", status())) as edge:
+            host, port = edge.address.split(":")
+
+            async def asks_again() -> bytes:
+                writer.write(f"GET /healthz HTTP/1.1\r\nhost: {edge.address}\r\n\r\n".encode())
+                return await asyncio.wait_for(reader.readuntil(b"ok\n"), 10)
+
+            reader, writer = await asyncio.open_connection(host, int(port))
+            await asks_again()
+            idlers = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+            await asks_again()
+            idlers.append(await asyncio.open_connection(host, int(port)))
+            assert await asyncio.wait_for(idlers[0][0].read(), 10) == b""
+            assert b" 200 " in await asks_again()
+            for each in (writer, *(idler for _, idler in idlers)):
+                each.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.slow
+def test_what_a_request_says_of_a_proxy_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is the one that it came over."""
+    monkeypatch.setattr(listener, "LONGEST_REQUEST_SECONDS", 2.0)
+
+    def asks_late(address: str) -> int:
+        connection = http.client.HTTPConnection(address, timeout=10)
+        with contextlib.closing(connection):
+            connection.connect()
+            time.sleep(1)
+            connection.request("GET", "/api/v1/events?wait=1.5", headers={"x-forwarded-for": "192.0.2.1"})
+            return connection.getresponse().status
+
+    async def scene() -> None:
+        async with serving(Reply("OK", "", status())) as edge:
+            assert await asyncio.to_thread(asks_late, edge.address) == 200
 
     asyncio.run(scene())
 
@@ -596,7 +678,7 @@ def test_idle_connections_keep_nobody_out() -> None:
 @pytest.mark.slow
 def test_no_connection_stays_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that sends its request a byte at a time."""
-    monkeypatch.setattr(listener, "LONGEST_CONNECTION_SECONDS", 1.0)
+    monkeypatch.setattr(listener, "LONGEST_REQUEST_SECONDS", 1.0)
 
     async def scene() -> None:
         async with serving(Reply("OK", "", status())) as edge:
