@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 from dalsegno.protos.text import one_line
 
 from .descriptors import Reserve, are_exhausted
+from .paths import is_directory, is_wrong
 
 if TYPE_CHECKING:
     from .etcd_calls import EtcdFiles
@@ -205,18 +206,19 @@ class SqliteStore:
     """
 
     def __init__(self, path: Path, job_id: str) -> None:
-        """Opens or creates `path`. Raises StoreError if it cannot be used or belongs to another job."""
+        """Opens or creates `path`. Raises StoreError if it cannot be used now or ever, or belongs to another job."""
         self._path = path
         try:
-            has_parent, is_directory = path.parent.is_dir(), path.is_dir()
-        except OSError as error:  # closed to this user, or too long a name
-            raise StoreError(f"cannot open the store {path}: {error.strerror}") from error
+            has_parent, is_taken = is_directory(path.parent), is_directory(path)
+        except OSError as error:
+            kind = StoreError if is_wrong(error) else StoreUnavailable
+            raise kind(f"cannot open the store {path}: {error.strerror}") from error
         if not has_parent:
             raise StoreError(
                 f"cannot open the store {path}: the directory {path.parent.absolute()} does not exist"
                 " (an absolute path takes four slashes: sqlite:////dir/file)"
             )
-        if is_directory:
+        if is_taken:
             raise StoreError(f"cannot open the store {path}: it is a directory, name a file in it")
         with contextlib.suppress(OSError):  # it is there, or SQLite says why not
             # Nobody else's: by an agent's address in it one may ask for what the agent has in memory.

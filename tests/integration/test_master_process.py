@@ -276,6 +276,25 @@ def test_a_store_that_cannot_be_written_now_ends_it_with_1(tmp_path: Path) -> No
     assert done.stderr.count("\n") == 1
 
 
+def test_a_mount_that_is_stale_at_the_start_ends_it_with_1(tmp_path: Path) -> None:
+    """It is mounted again, and nobody would start the master after 2."""
+    stale = (
+        "import errno, os, sys\n"
+        "from dalsegno.master.cli import main\n"
+        "real, gone = os.stat, sys.argv.pop(1)\n"
+        "def stat(path, *rest, **options):\n"
+        "    if os.fspath(path) == gone: raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)\n"
+        "    return real(path, *rest, **options)\n"
+        "os.stat = stat\n"
+        "sys.exit(main())\n"
+    )
+    python, _, _, *arguments = command(tmp_path / "s.sqlite")
+    line = [python, "-c", stale, str(tmp_path), *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert done.stderr == f"dlrover-master: cannot open the store {tmp_path}/s.sqlite: Stale file handle\n"
+
+
 def test_what_a_running_job_makes_impossible(tmp_path: Path) -> None:
     """Its port, another job's store, other nnodes, a damaged store."""
     store = tmp_path / "s.sqlite"

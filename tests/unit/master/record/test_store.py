@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
 import gc
 import hashlib
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -378,6 +380,33 @@ def test_a_bad_store_url_gives_one_clear_line(url: str, line: str) -> None:
     with pytest.raises(StoreError, match=line) as error:
         open_store(url, "job")
     one_line(error)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT])
+@pytest.mark.parametrize("where", ["its directory", "its file"])
+def test_a_mount_that_fails_says_nothing_about_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, number: int
+) -> None:
+    """It is tried again, and nothing is made there. A path that is closed is a person's to change."""
+    path, real = tmp_path / "s.sqlite", os.stat
+    failing, present = (tmp_path if where == "its directory" else path), number
+
+    def failing_stat(looked: object, **options: Any) -> os.stat_result:
+        if looked == failing:
+            raise OSError(present, os.strerror(present), str(looked))
+        return real(looked, **options)  # type: ignore[call-overload, no-any-return]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", failing_stat)
+        with pytest.raises(StoreUnavailable, match=f"cannot open the store .*: {os.strerror(number)}") as error:
+            opened(path)
+        one_line(error)
+        for present in (errno.EACCES, errno.EPERM, errno.ELOOP):
+            with pytest.raises(StoreError, match=os.strerror(present)) as closed:
+                opened(path)
+            assert not isinstance(closed.value, StoreUnavailable)
+    assert not list(tmp_path.iterdir())
+    opened(path)
 
 
 def test_urls_name_relative_and_absolute_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
