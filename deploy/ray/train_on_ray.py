@@ -8,11 +8,13 @@ import subprocess
 import sys
 
 import ray
-from ray.exceptions import RayActorError
+from ray import exceptions
 
 LEFT = (75, 76)  # on notice: start the same command again, here or elsewhere
 MOST_KILLED = 100  # times for each agent: one without enough memory would be killed for ever
 SET_PDEATHSIG = 1  # of prctl(2)
+# What Ray raises for an actor that is gone. One that its memory monitor has killed is the second, which old Rays lack.
+LOST = (exceptions.RayActorError, getattr(exceptions, "OutOfMemoryError", exceptions.RayActorError))
 
 
 @ray.remote(max_concurrency=2)
@@ -43,10 +45,10 @@ def start(flags, machines):
 
 
 def end_of(run):
-    """An agent's exit code. What is lost with its machine was killed."""
+    """An agent's exit code. What is lost with its actor or machine was killed."""
     try:
         return ray.get(run)
-    except RayActorError:
+    except LOST:
         return -signal.SIGKILL
 
 
