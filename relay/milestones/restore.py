@@ -16,7 +16,7 @@ from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, is_checkpoi
 from dalsegno.elastic.checkpoint.files import CANNOT, fsync_directory, fsync_tree, place_file, write_exclusive
 from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.elastic.checkpoint.marks import mark
-from dalsegno.elastic.checkpoint.reading import read_regular
+from dalsegno.elastic.checkpoint.reading import NotRegular, read_regular
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.text import one_line
 
@@ -191,7 +191,7 @@ def _tries(root: Path, name: str) -> list[Path]:
 def _checked(milestone: Milestone, name: str, incoming: Path, checkpoints: Path) -> Restored:
     try:
         own = RunManifest.from_bytes(read_regular(incoming / MANIFEST_PATH, MAX_BYTES))
-    except (ValueError, OSError) as error:
+    except (ValueError, FileNotFoundError, NotRegular) as error:  # any other OSError says nothing about the milestone
         raise RevisionRefused(f"{name}: {MANIFEST_PATH}: {one_line(str(error), 200)}") from error
     if (own.checkpoint, own.digest) != (milestone.checkpoint, milestone.digest):
         raise RevisionRefused(

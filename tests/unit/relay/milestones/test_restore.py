@@ -15,7 +15,16 @@ from dalsegno.protos.options import UsageError
 from dalsegno.relay.milestones import restore as module
 from dalsegno.relay.milestones import transfer
 from dalsegno.relay.milestones.commander_client import Milestone
-from dalsegno.relay.milestones.restore import HubUnusable, Unreachable, VolumeFull, baseline, restore
+from dalsegno.relay.milestones.restore import (
+    HubUnusable,
+    RevisionRefused,
+    Unreachable,
+    VolumeFull,
+    baseline,
+    restore,
+    restore_newest,
+)
+from dalsegno.relay.milestones.run_manifest import MANIFEST_PATH
 
 TOLD = Milestone("me/tune", "abc", 40, "step-40.e1.0", "digest")
 WAYS: dict[str, Callable[[Path], object]] = {
@@ -90,3 +99,54 @@ def test_a_full_volume_ends_a_pod_with_a_line() -> None:
     """As wrong input does, and as a volume without room does before that: nobody waits for a hub."""
     assert issubclass(VolumeFull, UsageError)
     assert not issubclass(VolumeFull, Unreachable)
+
+
+class Downloads(Transfer):
+    """Downloads that have come in whole, with a `run_manifest.json` of no run."""
+
+    def __init__(self, job: dict[str, str], environment: object) -> None:
+        Path(job["target"], MANIFEST_PATH).write_bytes(b"{}")
+
+    def result(self, *_: object) -> dict[str, Any]:
+        return {"downloaded": "abc", "paths": [MANIFEST_PATH]}
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_volume_that_fails_says_nothing_about_a_milestone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The run would go back to an older one, and what was downloaded would be gone."""
+
+    def fail(path: Path, limit: int) -> bytes:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(module, "Transfer", Downloads)
+    monkeypatch.setattr(module, "read_regular", fail)
+    said: list[str] = []
+    older = Milestone("me/tune", "older", 20, "step-20.e1.0", "digest")
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        restore_newest([TOLD, older], tmp_path / "ckpt", tmp_path / "hf", said.append)
+    assert caught.value.errno == number
+    assert said == ["restoring step 40 from me/tune@abc"]
+    assert len(list(tmp_path.rglob(MANIFEST_PATH))) == 1, "what came is gone"
+
+
+@pytest.mark.parametrize("there", ["something else", "a link", "nothing"])
+def test_a_milestone_without_its_manifest_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    """The older one is tried: no other look would find this one whole."""
+
+    class Kind(Downloads):
+        def __init__(self, job: dict[str, str], environment: object) -> None:
+            super().__init__(job, environment)
+            path = Path(job["target"], MANIFEST_PATH)
+            if there != "something else":
+                path.unlink()
+            if there == "a link":
+                path.symlink_to("elsewhere")
+
+    monkeypatch.setattr(module, "Transfer", Kind)
+    with pytest.raises(RevisionRefused, match=f"me/tune@abc: {MANIFEST_PATH}: "):
+        restore(TOLD, tmp_path / "ckpt", tmp_path / "hf")
+    assert not list(tmp_path.rglob(MANIFEST_PATH))
