@@ -28,6 +28,7 @@ __all__ = (
     "LeaseLife",
     "Live",
     "Missing",
+    "Named",
     "Pause",
     "Replicas",
     "RunLife",
@@ -372,6 +373,19 @@ class Waits:
     noted: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Named:
+    """A milestone that a foreign worker has named as its last one: where it is, and the step of the first such report.
+
+    A late report of that worker, which was sent before, is of no later step.
+    """
+
+    holder: str = ""
+    repo: str = ""
+    revision: str = ""
+    step: int = 0
+
+
 @dataclass
 class RunLife:
     """The run as this process has seen it; made with `Job.run`."""
@@ -384,6 +398,8 @@ class RunLife:
     pruned: deque[str] = field(default_factory=lambda: deque(maxlen=PRUNED_NAMES_KEPT))
     # When so many workers failed last, see `shapes`.
     shape_failed_at: dict[int, float] = field(default_factory=dict)
+    # What the holder of a lease named last.
+    named: Named = Named()
 
 
 @dataclass

@@ -124,6 +124,80 @@ def test_what_a_holder_says_again_is_one_milestone() -> None:
     assert "step 101 is at me/model, revision 8d21" not in job.notices
 
 
+def said(job: Driven, node: Node, revision: str, step: int) -> list[str]:
+    """A holder's report; returns the milestones' revisions, the last one last."""
+    made = pb.Milestone(repo="me/model", revision=revision, step=step)
+    assert job.call(pb.MilestoneRequest(job_id="job", milestone=made, holder=node.caller())).code == "OK"
+    return revisions(job)
+
+
+def next_holder(job: Driven, node: Node) -> Node:
+    """The lease of this one is over, and another one has it."""
+    order = pb.FenceNodeRequest(job_id="job", node=node.name, incarnation=node.incarnation)
+    assert job.call(order).code == "OK"
+    other = job.node()
+    other.join()
+    assert job.members == [other.name]
+    return other
+
+
+def test_a_holder_that_goes_on_from_an_earlier_one_is_believed() -> None:
+    """The one that it names is the run's last one from then on, and no news."""
+    job, (node,) = trained()
+    said(job, node, "a", 100)
+    assert said(job, node, "b", 200) == ["a", "b"]
+    other = next_holder(job, node)
+    noted = job.job.sequence
+    assert said(job, other, "a", 110) == ["b", "a"]
+    assert said(job, other, "a", 111) == ["b", "a"]
+    assert [(made.revision, made.step) for made in status(job.state, job.now).milestones] == [("b", 200), ("a", 100)]
+    assert job.job.sequence == noted
+    job.restart()
+    assert revisions(job) == ["b", "a"]
+    assert said(job, other, "c", 120) == ["b", "a", "c"]
+
+
+def test_a_late_report_of_a_holder_brings_no_earlier_one_back() -> None:
+    """It was sent before the one that names the last one, and so is of no later step. Another report is believed."""
+    job, (node,) = trained()
+    said(job, node, "a", 100)
+    said(job, node, "b", 200)
+    for late in (101, 199, 200):
+        assert said(job, node, "a", late) == ["a", "b"]
+    said(job, node, "b", 201)
+    assert said(job, node, "a", 200) == ["a", "b"]
+    assert said(job, node, "a", 202) == ["b", "a"]
+    assert said(job, node, "b", 201) == ["b", "a"]
+    assert said(job, node, "b", 203) == ["a", "b"]
+    other = next_holder(job, node)
+    # From its own first report on it has named one, too.
+    assert said(job, other, "b", 210) == ["a", "b"]
+    assert said(job, other, "a", 205) == ["a", "b"]
+
+
+def test_a_holder_names_what_a_pod_has_published() -> None:
+    """It was told of it, and goes on from it: no other milestone, and no step that the revision is not of."""
+    job, (node,) = trained()
+    assert report(job, node.save(2), "own") == "OK"
+    assert said(job, node, "own", 50) == ["own"]
+    assert said(job, node, "r", 60) == ["own", "r"]
+    assert said(job, node, "own", 55) == ["own", "r"], "a late report"
+    other = next_holder(job, node)
+    assert said(job, other, "own", 70) == ["own", "r", "own"]
+    assert said(job, other, "own", 71) == ["own", "r", "own"]
+    assert [made.step for made in status(job.state, job.now).milestones] == [2, 60, 2]
+    assert job.notices.count("revision own") == 1
+
+
+def test_a_mirror_that_tells_an_old_one_again_changes_nothing() -> None:
+    """It tells all that it does not know to be heard."""
+    job, (node,) = trained()
+    first, second = node.save(2), node.save(4)
+    for made, revision in ((first, "a"), (second, "b"), (first, "a")):
+        assert report(job, made, revision) == "OK"
+    assert revisions(job) == ["a", "b"]
+
+
 def test_what_is_not_ours_displaces_none_that_is() -> None:
     """However many a holder reports: a pod can go on only from those of a checkpoint. The newest is last."""
     job, (node,) = trained()
