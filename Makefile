@@ -62,7 +62,7 @@ help:
 	@echo 'make demo      a job of one to four nodes on this machine: joins, a kill, a leave; then the undisturbed run, and a report'
 	@echo 'make demo-relay    one run, two pods: the first one is killed, the other one goes on; milestones on a hub'
 	@echo 'make check     lint, types, most unit tests and 200 simulated schedules, in under two minutes: for while you work'
-	@echo 'make test      lint, types, 1,000 simulated schedules, fuzzers and all tests once, against the built wheel'
+	@echo 'make test      lint, types, 1,000 simulated schedules, fuzzers and all but the long tests once, against the built wheel'
 	@echo 'make test-all  the full matrices, 100,000 schedules, fuzzers with 100,000 inputs, every process test 20 times (hours; an interrupted run goes on where it was)'
 	@echo 'make test-torch OTHER=torch==2.6.0    the spine under another version of PyTorch'
 	@echo 'make test-kind    the Dockerfiles and manifests in a cluster of kind; needs docker, kind and kubectl'
