@@ -31,7 +31,7 @@ from .leadership.leader_key import LeaderKey
 from .record.descriptors import raise_limit
 from .record.etcd_calls import EtcdFiles
 from .record.etcd_store import EtcdStore, open_client
-from .record.store import SqliteStore, Store, StoreAway, StoreDamaged, StoreError, StoreUnavailable, open_store
+from .record.store import SqliteStore, Store, StoreDamaged, StoreError, StoreUnavailable, open_store
 from .server.auth import AuthError, check_exposure, is_loopback, read_token
 from .server.garbage import collect_rarely
 from .server.job_brain import JobBrain
@@ -40,6 +40,7 @@ from .server.server import BindError, ControlServer, ServerOptions
 from .server.standard_error import StderrHandler, say_last
 from .server.watchdog import HANG_TIMEOUT_SECONDS, Watchdog
 from .serving import STOP, print_line, run, say_end, stopping, tls_files
+from .waiting import StartEnded, StoreWait
 
 __all__ = ("main",)
 
@@ -47,10 +48,8 @@ log = logging.getLogger(__name__)
 
 # The most characters of one message in the log.
 LONGEST_MESSAGE = 4000
-# Seconds between two tries to read a store that is away.
-STORE_PAUSE_SECONDS = 1.0
-# And between those of an embedded master at a file that cannot be read now. The agent that starts it waits for 60 s,
-# and each try may wait for a lock.
+# Seconds between the tries of an embedded master at a file that cannot be read now. The agent that starts it waits for
+# 60 s, and each try may wait for a lock.
 FILE_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
 # Seconds that a member of etcd, and all of them, have for an answer about who leads: less than the key lasts.
 KEY_CALL_SECONDS, KEY_PATIENCE_SECONDS = 1.0, 2.0
@@ -75,12 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise_limit()
         prove_room()
         collect_rarely()
-        # The loop hears signals once it serves; a store may be waited for before. Asyncio would only note a SIGINT.
+        # The loop hears signals once it serves, or waits for etcd. Asyncio would only note a SIGINT.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if not options.embedded:
             # Whoever started it may have blocked them; who starts an embedded one has, until it can serve.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         return asyncio.run(_serve(options))
+    except StartEnded:
+        log.info("told to stop before the store was there")
+        return EXIT_FINISHED
     except StoreUnavailable as error:
         # As with a full disk, which passes. After EXIT_USAGE supervisors start nobody again.
         say_last(f"dlrover-master: {error}")
@@ -109,7 +111,7 @@ async def _serve(options: argparse.Namespace) -> int:
     if options.relay:
         return await _command(options, server_options)
     _check_several(options)
-    store, remark = _open(options)
+    store, remark, start = await _opened(options)
     is_gone = partial(processes.is_gone, here=processes.own_process())
     brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded, is_gone=is_gone, unix=time.time)
     server = ControlServer(options.job_id, brain, store, server_options)
@@ -120,16 +122,16 @@ async def _serve(options: argparse.Namespace) -> int:
         if options.embedded and _is_unwanted():
             log.info("the process that started this master is gone: ending, because nobody would find it")
             return EXIT_FINISHED
-        if _is_several(options):
+        if start is not None:
             # Now, and not when it has taken the job over from a master that serves well.
-            brain.check(_wait_for(store))
+            brain.check(await start.record())
         await (server.listen() if _is_several(options) else server.start())
         if edge is not None:
             edge.start()
         watchdog = asyncio.create_task(Watchdog(options.hang_timeout, options.log_file).run())
         try:
-            if _is_several(options):
-                return await _stand(server, edge, options, store)
+            if start is not None:
+                return await _stand(server, edge, options, store, start)
             lifetime = None
             if options.embedded:
                 is_there = store.is_there if isinstance(store, SqliteStore) else lambda: True
@@ -166,9 +168,9 @@ async def _command(options: argparse.Namespace, server_options: ServerOptions) -
         from .commander import Commander
     except ImportError as error:
         raise UsageError(f"--relay needs the extra `relay`: pip install 'dalsegno[relay]' ({error})") from error
-    # The loop hears signals once it serves; a store may be waited for before.
+    # The loop hears signals once it serves.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    commander = Commander(options.relay, options.store, server_options, wait=_wait_for)
+    commander = Commander(options.relay, options.store, server_options, wait=lambda store: store.load())
     watchdog = asyncio.create_task(Watchdog(options.hang_timeout, options.log_file).run())
     try:
         return await commander.serve(options.http_port, admin)
@@ -198,7 +200,9 @@ def _check_several(options: argparse.Namespace) -> None:
         )
 
 
-async def _stand(server: ControlServer, edge: Edge | None, options: argparse.Namespace, store: Store) -> int:
+async def _stand(
+    server: ControlServer, edge: Edge | None, options: argparse.Namespace, store: Store, start: StoreWait
+) -> int:
     """Leads, or stands by, until it is told to stop."""
     address = server.address
     if options.advertise is not None:
@@ -221,6 +225,7 @@ async def _stand(server: ControlServer, edge: Edge | None, options: argparse.Nam
     loop = asyncio.get_running_loop()
     for signum in stopping():
         loop.add_signal_handler(signum, stop)
+    start.check()
     _print({"address": server.address, "advertised": address, "leads": False}, edge)
     try:
         await candidate.run()
@@ -233,6 +238,24 @@ async def _stand(server: ControlServer, edge: Edge | None, options: argparse.Nam
     finally:
         key.close()
     return EXIT_FINISHED
+
+
+async def _opened(options: argparse.Namespace) -> tuple[Store, str, StoreWait | None]:
+    """The store as `_open` has it; one of several masters waits for it, and hears signals until `_stand` does.
+
+    Raises StoreError, StartEnded.
+    """
+    if not _is_several(options):
+        return *_open(options), None
+    store = open_store(options.store, options.job_id, _etcd_files(options))
+    assert isinstance(store, EtcdStore)
+    try:
+        start = StoreWait(store)
+        await start.record()
+    except BaseException:
+        store.close()
+        raise
+    return store, "", start
 
 
 def _open(options: argparse.Namespace) -> tuple[Store, str]:
@@ -257,8 +280,6 @@ def _open_readable(options: argparse.Namespace) -> Store:
     for pause in FILE_PAUSES_SECONDS if options.embedded else ():
         try:
             return _open_sound(options)
-        except StoreAway:
-            raise
         except StoreUnavailable as error:
             log.warning("%s; trying again", error)
         time.sleep(pause)  # why: nobody tells when the disk can be read again
@@ -269,7 +290,7 @@ def _open_sound(options: argparse.Namespace) -> Store:
     """The store, after all of it was read. Raises StoreError."""
     store = open_store(options.store, options.job_id, _etcd_files(options))
     try:
-        _wait_for(store)
+        store.load()
     except BaseException:
         store.close()
         raise
@@ -280,19 +301,6 @@ def _etcd_files(options: argparse.Namespace) -> EtcdFiles | None:
     """Those that were given; None: none were."""
     given = EtcdFiles(options.etcd_ca, options.etcd_cert, options.etcd_key)
     return given if given != EtcdFiles() else None
-
-
-def _wait_for(store: Store) -> dict[str, bytes]:
-    """All of it, once it could be read: a service may start after its master. Raises StoreError."""
-    said = False
-    while True:
-        try:
-            return store.load()
-        except StoreAway as error:
-            if not said:
-                log.warning("%s; waiting for it", error)
-            said = True
-        time.sleep(STORE_PAUSE_SECONDS)  # why: nobody tells when it is there
 
 
 def _put_aside(url: str) -> Path:

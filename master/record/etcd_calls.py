@@ -263,6 +263,8 @@ class Etcd:
         """Two endpoints that belong to two etcds; None: nobody says so. Those that do not answer are passed over."""
         found: dict[int, str] = {}
         for number, endpoint in enumerate(self._endpoints):
+            if self._is_given_up:
+                return None
             with contextlib.suppress(grpc.RpcError):
                 found.setdefault(self._ask_cluster(number), endpoint)
         return (found.popitem()[1], found.popitem()[1]) if len(found) > 1 else None

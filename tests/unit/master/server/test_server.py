@@ -19,8 +19,9 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from dalsegno.master import cli
+from dalsegno.master import cli, waiting
 from dalsegno.master.brain.events import Reply
+from dalsegno.master.record.etcd_store import EtcdStore
 from dalsegno.master.record.store import MemoryStore, Rows, StoreAway, StoreDamaged, StoreUnavailable, Superseded
 from dalsegno.master.server import desk
 from dalsegno.master.server import driver as driver_module
@@ -939,17 +940,23 @@ def test_a_store_that_goes_while_a_master_begins_is_waited_for(
 ) -> None:
     """Also behind its first word: that is no wrong command line, which a supervisor would not start again."""
 
-    class Away(MemoryStore):
-        tries = 0
+    class Away(EtcdStore):
+        def __init__(self) -> None:
+            self.tries = 0
 
         def load(self) -> dict[str, bytes]:
             self.tries += 1
             if self.tries == 1:
+                return {}
+            if self.tries == 2:
                 raise StoreAway("etcd is away")
             raise StoreDamaged("so it was read again")
 
-    monkeypatch.setattr(cli, "STORE_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(cli, "_open", lambda options: (Away(), ""))
+        def close(self) -> None:
+            """There is nothing to close."""
+
+    monkeypatch.setattr(waiting, "STORE_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(cli, "open_store", lambda *_: Away())
     assert cli.main(["--job-id=job", "--store=etcd://127.0.0.1:1"]) == 2
     for handler in logging.getLogger("dalsegno").handlers:
         handler.flush()
