@@ -37,6 +37,7 @@ def _node(job: JobSpec) -> str:
             "StartLimitBurst=5",
         ],
         [
+            "# Libraries cache in its user's home (DeepSpeed, Hugging Face): there has to be one.",
             *_user(job),
             f"WorkingDirectory={job.host.directory}",
             *(f"Environment={_word(f'{name}={value}', dollar='$')}" for name, value in job.env.items()),

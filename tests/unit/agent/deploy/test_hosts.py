@@ -195,6 +195,13 @@ def test_who_runs_it_is_told(key: dict[str, str], user: str) -> None:
     assert f"`user` (systemd: `{job().host.user}`" in row
 
 
+def test_a_node_has_a_home() -> None:
+    """The user that the page makes has one, which `useradd --system` alone does not make; the unit says what for."""
+    assert "home" in units(job())["gpt.service"].partition("\nUser=")[0]
+    made = re.findall(r"`useradd [^`]+`", (ROOT / "docs" / "operations.md").read_text())
+    assert made == [f"`useradd --system --create-home {job().host.user}`"]
+
+
 def test_a_master_is_started_for_ever() -> None:
     """By itself systemd gives up after five starts in ten seconds: a machine may be short of room for longer."""
     parser = configparser.RawConfigParser(strict=False)
