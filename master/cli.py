@@ -31,6 +31,7 @@ from .leadership.leader_key import LeaderKey
 from .record.descriptors import raise_limit
 from .record.etcd_calls import EtcdFiles
 from .record.etcd_store import EtcdStore, open_client
+from .record.paths import fails_now
 from .record.store import SqliteStore, Store, StoreDamaged, StoreError, StoreUnavailable, open_store
 from .server.auth import AuthError, check_exposure, is_loopback, read_token
 from .server.garbage import collect_rarely
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except (UsageError, AuthError, BindError, StoreError) as error:
         say_last(f"dlrover-master: {error}")
-        return EXIT_USAGE
+        return EXIT_FAILED if fails_now(error) else EXIT_USAGE
     except (OSError, RuntimeError, MemoryError) as error:
         if not (why := shortage(error)):
             raise

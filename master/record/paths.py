@@ -1,4 +1,4 @@
-"""What the file system says of the path of a store, which may lie on a mount that fails for the moment."""
+"""What the file system says of a path, as of a store's, which may lie on a mount that fails for the moment."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ("is_directory", "is_wrong")
+__all__ = ("fails_now", "is_directory", "is_wrong")
 
 # A path that is closed to this user, too long, or a link to itself: a person names another one.
 _WRONG = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP})
+
+# What only a file system says that fails, or has no room: never an address.
+_FAILS = frozenset({errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT})
+
+
+def fails_now(error: BaseException) -> bool:
+    """Whether it comes of a file system that fails for now, as where a token or `run.yaml` lies: no bad input."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _FAILS:
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def is_directory(path: Path) -> bool:

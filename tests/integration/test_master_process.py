@@ -295,6 +295,14 @@ def test_a_mount_that_is_stale_at_the_start_ends_it_with_1(tmp_path: Path) -> No
     assert done.stderr == f"dlrover-master: cannot open the store {tmp_path}/s.sqlite: Stale file handle\n"
 
 
+def test_a_disk_that_fails_is_no_bad_input(tmp_path: Path) -> None:
+    """Wherever what it is started with lies: reading this file is an I/O error."""
+    line = command(tmp_path / "s.sqlite", "--token-file=/proc/self/mem")
+    done = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert done.stderr == "dlrover-master: cannot read the token file /proc/self/mem: Input/output error\n"
+
+
 def test_what_a_running_job_makes_impossible(tmp_path: Path) -> None:
     """Its port, another job's store, other nnodes, a damaged store."""
     store = tmp_path / "s.sqlite"
