@@ -235,7 +235,7 @@ def handed_out(
         order: What it is, and where.
         run_dir: Where it is if ``order`` does not say.
         collective: The session's group.
-        verify: Read its files, and compare their checksums.
+        verify: Read its files, and compare their checksums. Rank 0's counts.
         identity: Who reads. Of a checkpoint in memory each node has a copy of its own, and verifies all of that: all
             parts, or those that it needs, see ``Shape``.
         unread: Files that this rank will not read. What nobody reads of those that share a directory is not verified.
@@ -253,7 +253,7 @@ def handed_out(
     manifest: Manifest | None = None
     error: Exception | None = None
     work: Work | None = None
-    left_out = _read_by_nobody(unread if form == SHARDED else (), directory, collective, identity) if verify else set()
+    verify, left_out = _agreed(verify, unread if form == SHARDED else (), directory, collective, identity)
     try:
         source = read_sealed(saved, order.source.digest)
         manifest = source if order.universal is None else read_sealed(directory, digest)
@@ -379,14 +379,14 @@ def _share_of(directory: Path, collective: Collective, identity: Identity | None
     return collective.rank, collective.world_size
 
 
-def _read_by_nobody(
-    unread: Collection[str], directory: Path, collective: Collective, identity: Identity | None
-) -> set[str]:
-    """What none of those that verify the same directory together will read. Collective."""
+def _agreed(
+    verify: bool, unread: Collection[str], directory: Path, collective: Collective, identity: Identity | None
+) -> tuple[bool, set[str]]:
+    """Whether files are verified, and what no rank that verifies them with this one will read. Collective."""
     alone = identity is not None and identity.in_memory(directory)
     mine = identity.group_rank if identity is not None and alone else -1
-    answers = collective.gather([mine, sorted(unread)])
-    return set.intersection(*(set(names) for node, names in answers if node == mine))
+    answers = collective.gather([mine, sorted(unread), verify])
+    return answers[0][2], set.intersection(*(set(names) for node, names, _ in answers if node == mine))
 
 
 def _read_here(directory: Path, manifest: Manifest, identity: Identity) -> Mapping[int, Collection[str]]:

@@ -54,7 +54,7 @@ def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: 
     Args:
         checkpoint_dir: Only for use outside ``dlrover-run``, which gives its own. One directory that all ranks see.
         keep: Outside ``dlrover-run``: how many checkpoints to keep; 0: all.
-        verify: Read the resume point's files and compare their checksums before anything is loaded.
+        verify: Read the resume point's files and compare their checksums before anything is loaded. Rank 0's counts.
 
     Raises:
         RuntimeError: The environment is incomplete, the directory is in use or some rank cannot use it, the checkpoints

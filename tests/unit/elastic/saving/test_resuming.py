@@ -24,6 +24,7 @@ from dalsegno.elastic.checkpoint import (
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import ResumeOrder
 from dalsegno.elastic.saving.resuming import Damaged, ResumePoint, check_strategy, handed_out, newest
+from tests.support.workers.zero_runs import run_world
 from tests.unit.elastic.checkpoint.test_best import start
 from tests.unit.elastic.checkpoint.test_checkpoint import manifest_for, seal
 
@@ -85,6 +86,46 @@ def test_file_system_trouble_is_not_damage(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("dalsegno.elastic.saving.resuming.verify_files", fails)
     with pytest.raises(OSError, match="Permission denied"):
         handed_out(ResumeOrder(source.ref, SHARDED, None), tmp_path, Solo())
+
+
+HANDED_OUT = """
+import os, sys
+from functools import partial
+from pathlib import Path
+from dalsegno.elastic.checkpoint import SHARDED, Ref
+from dalsegno.elastic.rank.collective import GlooCollective
+from dalsegno.elastic.rank.identity import ResumeOrder
+from dalsegno.elastic.saving.resuming import Damaged, handed_out
+from dalsegno.elastic.training.opening import beside
+rank = int(os.environ["RANK"])
+group = GlooCollective(rank, 2, 0)
+order, run_dir = ResumeOrder(Ref(sys.argv[1], sys.argv[2]), SHARDED, None), Path(sys.argv[3])
+later = partial(beside, group, None) if sys.argv[5] == "later" else None
+point = handed_out(order, run_dir, group, verify=sys.argv[4][rank] == "v", beside=later)
+group.barrier()
+if isinstance(point, Damaged):
+    sys.exit("damaged: " + point.message)
+point.wait()
+point.end()
+group.barrier()
+"""
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+@pytest.mark.parametrize("who", ["v-", "-v"])
+def test_rank_0_says_for_all_whether_files_are_verified(tmp_path: Path, who: str, when: str) -> None:
+    """Ranks that were told otherwise, by a setting of one node, could not tell each other what they had found."""
+    source = write(tmp_path, CheckpointName(4, 2, 1), shape=ANY)
+    (tmp_path / source.name / "model.pt").write_bytes(str(source.name).encode().swapcase())
+    script = tmp_path / "rank.py"
+    script.write_text(HANDED_OUT)
+    ended = run_world(2, [str(script), source.name, source.digest, str(tmp_path), who, when], seconds=60)
+    if who == "-v":
+        assert [code for code, _ in ended] == [0, 0], "\n".join(output for _, output in ended)
+        return
+    codes = {"at once": [1, 1], "later": [84, 84]}[when]
+    assert [code for code, _ in ended] == codes, "\n".join(output for _, output in ended)
+    assert all("model.pt" in output for _, output in ended), "\n".join(output for _, output in ended)
 
 
 def test_alone_takes_the_newest_sound_one_that_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
