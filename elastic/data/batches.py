@@ -279,7 +279,8 @@ class Batches(Generic[T]):
     def left(self) -> int | None:
         """Batches not handed out yet, alike on all ranks; None: without end.
 
-        For an iterable data set without a length, and with ``data_epochs``, it is 0, or 1 for at least one.
+        For an iterable data set without a length, and with ``data_epochs``, it is 0, or 1 for at least one: as far as
+        this rank has read, and where another rank's is shorter it is not alike.
         """
         return self._left
 

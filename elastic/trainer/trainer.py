@@ -32,7 +32,7 @@ from ..saving.resuming import check_strategy
 from ..saving.unfit import Unfit
 from ..script.session import Session, session
 from ..training.accumulation import Accumulation
-from ..training.bounds import check_data_epochs, check_steps
+from ..training.bounds import check_data_epochs, check_steps, ends_behind
 from ..training.draws import drawn_in
 from ..training.entry import move
 from ..training.saves import end_training
@@ -379,7 +379,7 @@ class Trainer:
         survivor.anywhere = False
         norm = strategy.step()
         self.step = batch.step
-        last = batch.step == self.max_steps or self._batches.left == 0
+        last = ends_behind(self._opened, self._batches, batch.step, self.max_steps)
         if batch.step % self.log_every == 0 or last:
             self._log(batch, total, norm)
         self._hooks.each(lambda hook: hook.on_step(self, batch))

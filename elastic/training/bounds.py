@@ -50,6 +50,22 @@ def check_data_epochs(session: BareSession, data: Any) -> None:
         _refuse(session, f"{stands}: give at least {begun}")
 
 
+def ends_behind(session: BareSession, data: Any, step: int, max_steps: int | None) -> bool:
+    """Whether the run ends behind a step, alike on all ranks. Collective where ``data`` end and have no known length.
+
+    Args:
+        session: The process's.
+        data: `Batches`, which have handed out the step's.
+        step: Its number.
+        max_steps: Steps of the whole run; None: the script does not say it.
+    """
+    last = step == max_steps or data.left == 0
+    if data.left is None or data.order.length:
+        return last
+    # Each rank reads a stream to its own end, and where one is shorter the loop ends for all.
+    return session.saves.largest(int(last)) > 0
+
+
 def _refuse(session: BareSession, line: str) -> None:
     other = "another checkpoint_dir" if session.alone else "another --job-id / --new-run"
     line = f"{line}, or {other}"

@@ -202,11 +202,15 @@ EVALUATED = {
     ),
 }
 STREAMED = {"length": [40, 30], "stream": True, "max_steps": None, "data_epochs": 1}
+STREAMED_TRAINED = {"length": [40, 30], "streamed": True, "max_steps": None, "data_epochs": 1}
 UNSAVED = {"save": False, "save_every": 0}
 ALL = {
     "streamed": Told("ours", STREAMED),
     "streamed, unsaved": Told("ours", {**STREAMED, **UNSAVED}),
     "streamed alike": Told("ours", {**STREAMED, **UNSAVED, "length": 40}),
+    "streamed, a Trainer": Told("trained", {**STREAMED_TRAINED, "save_every": 2}),
+    "streamed, a Trainer that evaluates": Told("trained", {**STREAMED_TRAINED, "held_out": 40}),
+    "streamed alike, a Trainer": Told("trained", {**STREAMED_TRAINED, "length": 40, "held_out": 40}),
     **{name: Told(case, options) for name, (case, options, _) in {**UNLIKE, **TRAINERS}.items()},
     **{name: Told("trained", options) for name, (options, _) in EVALUATED.items()},
     "held out alike": Told("trained", {"held_out": 40}),
@@ -315,6 +319,17 @@ def test_a_stream_that_ends_sooner_on_one_rank(came: dict[str, Came], name: str,
     assert [len(rank["steps"]) for rank in came[name].ranks] == [3, 3]
     assert [one.step for one in came[name].sealed()] == saved
     assert len(came["streamed alike"].steps) == 4
+
+
+@pytest.mark.parametrize(("name", "saved"), [("streamed, a Trainer", [2]), ("streamed, a Trainer that evaluates", [])])
+def test_a_trainers_stream_that_ends_sooner_on_one_rank(came: dict[str, Came], name: str, saved: list[int]) -> None:
+    """Its last log and evaluation are all ranks', so that none waits in them for one that has left the loop."""
+    (line,) = {rank["refused"] for rank in came[name].ranks}
+    assert line.startswith("Unlike: ")
+    assert "iterable data set is data_epoch=0 samples=36 on rank 0, data_epoch=1 samples=0 on rank 1" in line
+    assert [one.step for one in came[name].sealed()] == saved
+    assert {rank["refused"] for rank in came["streamed alike, a Trainer"].ranks} == {""}
+    assert [one.step for one in came["streamed alike, a Trainer"].sealed()] == [4]
 
 
 def test_ranks_that_evaluate_the_same(came: dict[str, Came]) -> None:

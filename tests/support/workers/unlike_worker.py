@@ -190,16 +190,19 @@ def accelerated(case: Case) -> None:
 
 def trained(case: Case) -> Trainer:
     held_out = case.here("held_out")
+    rows = torch.arange(case.here("length", LENGTH), dtype=torch.float32).reshape(-1, 1)
     trainer = Trainer(
         nn.Linear(1, 1),
-        torch.arange(case.here("length", LENGTH), dtype=torch.float32).reshape(-1, 1),
+        Counted(rows) if case.here("streamed") else rows,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-4),
         loss=lambda model, rows: note(case, model(rows)),
         global_batch_size=case.here("global_batch", GLOBAL_BATCH),
         max_micro_batch_size=case.here("micro", 3),
         fixed_micro_batch=case.here("fixed", False),
         max_steps=case.here("max_steps", 2),
+        data_epochs=case.here("data_epochs"),
         seed=case.here("seed", 3),
+        shuffle=not case.here("streamed"),
         save_every=case.here("save_every", 0),
         checkpoint_dir=case.directory if case.here("directory", True) else None,
         max_grad_norm=case.here("max_grad_norm"),
