@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
+from collections.abc import Iterator
 
 from dalsegno.protos.contract import Variable
 
@@ -20,6 +22,20 @@ def remark(text: str, *values: object) -> None:
     log.warning(text, *values)
     if os.environ.get(Variable.SOCKET):
         show(text % values if values else text)
+
+
+@contextlib.contextmanager
+def remarked_after(seconds: float, line: str) -> Iterator[None]:
+    """Remarks this where what is inside takes longer than so many seconds."""
+    timer = threading.Timer(seconds, remark, (line,))
+    timer.daemon = True
+    # Where the system gives no more threads the line is not said, and nothing else changes.
+    with contextlib.suppress(RuntimeError):
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def show(text: str) -> None:

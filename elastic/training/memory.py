@@ -65,6 +65,11 @@ class MemorySaves:
         """Whether the cadence wants a save behind this step, if nothing else saves it. On all ranks alike."""
         return self._cadence is not None and self._cadence.due(step)
 
+    def acts(self, step: int) -> bool:
+        """Whether `at` has something for the ranks to do together behind this step. On all ranks alike."""
+        ended = self._saving is not None and not self._session.saves.under_way(in_memory=True)
+        return self.on and (ended or self.is_due(step))
+
     def at(self, step: int, *, saved: bool, here: bool = True, late: bool = False, to_disk: bool = False) -> bool:
         """Behind each step.
 

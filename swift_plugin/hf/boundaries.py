@@ -10,9 +10,7 @@ from dalsegno.elastic.rank.agreement import Refusal
 from dalsegno.elastic.rank.exchange import MAX_STEPS_APART
 
 from .evaluating import check_held_out
-from .run import ElasticRun
-
-_STOPS = "whether a callback ends the training (should_training_stop)"
+from .run import STOPS, ElasticRun
 
 
 class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
@@ -54,7 +52,7 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
         drain = boundary.drain and not boundary.end
         if drain:
             # A callback may have decided it on one rank alone, which would not come to the others' save.
-            self._run.session.compare({_STOPS: control.should_training_stop})
+            self._run.session.compare({STOPS: control.should_training_stop})
         self._run.draining = drain and not control.should_training_stop
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -6,7 +6,7 @@ import atexit
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from dalsegno.elastic import Batch, BatchPlan, MicroBatch, Session
 from dalsegno.elastic.checkpoint import Reads, Ref
 from dalsegno.elastic.rank.exchange import Boundary
+from dalsegno.elastic.rank.remarks import remarked_after
 from dalsegno.elastic.saving.background_save import Background
 from dalsegno.elastic.saving.resuming import check_strategy
 from dalsegno.elastic.training.findings import OURS, loads_anywhere
@@ -31,6 +32,10 @@ from .known_writers import nobody_looks, writes_as_known
 from .options import Options, global_batch_size
 from .survivors import Survivors
 
+STOPS, SAVES = "whether a callback ends the training (should_training_stop)", "whether one saves it (should_save)"
+"""By these names ranks compare that: who does so alone does not come to the others' save, or waits there for them."""
+# After so long a save that some ranks alone make says so, seconds.
+LATE_SECONDS = 30.0
 # Seconds between two questions of an evaluation whether some rank is to leave, and the most batches between them.
 _ASK_SECONDS, _ASK_BATCHES = 0.2, 64
 
@@ -247,7 +252,9 @@ class ElasticRun:
         due = self.unfinished or Unfinished(tell_of_save=not self.in_memory or self._to_disk)
         # Between the Trainer's own saves nobody waits for one, where on all ranks its files are written as we know it.
         behind = self.in_memory and not self.draining
-        told = self.session.gather([float(trainer._tr_loss), behind and writes_as_known(trainer)])
+        said = [float(trainer._tr_loss), behind and writes_as_known(trainer)]
+        with nullcontext() if self.in_memory or self.draining else self._waited_for(step):
+            told = self.session.gather(said)
         behind = all(known for _, known in told)
         loss = math.fsum(loss for loss, _ in told) / self.session.world_size
         unfinished = replace(self._told(due, trainer), loss=loss)
@@ -295,12 +302,11 @@ class ElasticRun:
         """
         state = trainer.state
         ends = trainer.control.should_training_stop or state.global_step >= state.max_steps
-        if (
-            self._without_memory
-            or not self._memory.leads_to_disk
-            or ends
-            or state.best_global_step == state.global_step
-        ):
+        if self._without_memory or not self._memory.leads_to_disk:
+            return False
+        with self._waited_for(state.global_step):
+            self.session.compare({STOPS: trainer.control.should_training_stop, SAVES: True})
+        if ends or state.best_global_step == state.global_step:
             return False
         if not all(self.session.gather(writes_as_known(trainer) and nobody_looks(trainer))):
             return False
@@ -312,11 +318,30 @@ class ElasticRun:
             self._arriving.add(state.global_step, self._memory_ref.name, trainer.linked)
         return True
 
-    def remember(self, step: int, save: Callable[[], None], *, saved: bool) -> None:
-        """Has ``save`` save the present step to memory, where that is due and it is not ``saved``. Collective."""
+    @contextmanager
+    def _waited_for(self, step: int) -> Iterator[None]:
+        """Inside, ranks meet for a save: where others do not come, a line says what may be the cause."""
+        line = (
+            f"rank {self.session.rank} has waited {LATE_SECONDS:g} s for the others to save step {step}: if a callback "
+            "sets should_save, it has to on all ranks"
+        )
+        with remarked_after(LATE_SECONDS, line) if self.session.world_size > 1 else nullcontext():
+            yield
+
+    def remember(self, step: int, save: Callable[[], None], *, saved: bool, stops: bool) -> None:
+        """Has ``save`` save the present step to memory, where that is due and it is not ``saved``. Collective.
+
+        Args:
+            stops: A callback ends the training behind it.
+
+        Raises:
+            Unlike: On some ranks only, or these alone save the step. On all ranks.
+        """
         self._arriving.look()
         if self._asked_for == step:
             return
+        if self._memory.acts(step):
+            self.session.compare({STOPS: stops, SAVES: False})
         self._to_memory = save
         if self._memory.at(step, saved=saved):
             # There was no room for what was to come to the disk from there: this step comes there instead.

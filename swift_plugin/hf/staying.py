@@ -8,8 +8,7 @@ parameters, and what the optimizer keeps. See ``elastic.training.staying``.
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +19,7 @@ from transformers.utils import logging
 
 from dalsegno.elastic import Session
 from dalsegno.elastic.rank.exits import EXIT_DRAINED, Drained, Stays, end_at_once, insist
-from dalsegno.elastic.rank.remarks import remark
+from dalsegno.elastic.rank.remarks import remark, remarked_after
 from dalsegno.elastic.rank.way_in import TRAINS, way_in
 from dalsegno.elastic.training.entry import is_begun, move
 from dalsegno.elastic.training.staying import Wrappers, until_lost
@@ -81,18 +80,6 @@ def _found(trainer: Any, strategy: str) -> list[tuple[Any, str]]:
         (own, f"create_accelerator_and_postprocess of {own}, which would be called anew"),
         (is_begun(), "a session that the script has opened by itself, perhaps before its TrainingArguments"),
     ]
-
-
-@contextlib.contextmanager
-def _said_after(seconds: float, line: str) -> Iterator[None]:
-    """Says this where what is inside takes longer."""
-    timer = threading.Timer(seconds, remark, (line,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class Worlds:
@@ -169,7 +156,7 @@ class Worlds:
 
             def before() -> None:
                 # From here on it waits for other ranks, and no longer for its place.
-                entering.enter_context(_said_after(_PATIENCE_SECONDS, _WAITS))
+                entering.enter_context(remarked_after(_PATIENCE_SECONDS, _WAITS))
                 self._renew()
 
             # A new process makes its arguments first, so its group meets before its session.

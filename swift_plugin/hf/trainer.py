@@ -341,7 +341,8 @@ class ElasticTrainer(SavingTrainer):
         state, control = self.state, self.control
         saved = control.should_save or control.should_training_stop or state.best_global_step == state.global_step
         told = {name: value for name, value in state.__dict__.items() if name == "last_model_checkpoint"}  # ms-swift's
-        self._run.remember(state.global_step, lambda: self._save_checkpoint(model, trial), saved=saved)
+        stops, step = control.should_training_stop, state.global_step
+        self._run.remember(step, lambda: self._save_checkpoint(model, trial), saved=saved, stops=stops)
         state.__dict__.pop("last_model_checkpoint", None)
         state.__dict__.update(told)
 

@@ -17,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dalsegno.elastic.checkpoint import CheckpointStore, Cut, Manifest
 from tests.support.forks.forked import PRELOADED
+from tests.support.jobs.shell import Shell
 from tests.support.pages.mistakes import Comes, brings
 from tests.support.workers import unlike_worker as worker
 from tests.support.workers.zero_runs import run_world
@@ -796,6 +797,86 @@ def test_one_rank_of_a_trainer_that_stops(tmp_path: Path, alone: bool) -> None:
     line = "rank 0 has finished the training behind step 2, and rank 1 goes on with step 3"
     assert any(f"Refusal: {line}" in output for _, output in ended), "\n".join(output for _, output in ended)
     assert ended[1][0] == 1
+
+
+ASKS = """
+import os, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from dalsegno.elastic import session
+from dalsegno.elastic.rank import remarks
+from dalsegno.swift_plugin import hf
+from dalsegno.swift_plugin.hf import run
+from dalsegno.swift_plugin.hf.options import Options
+from dalsegno.swift_plugin.hf.trainer import elastic_class
+
+asks, saves, out = sys.argv[1:4]
+
+class Asks(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2 and session().rank == 0:
+            setattr(control, asks, True)
+
+sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False))
+args = TrainingArguments(
+    out + "/out", per_device_train_batch_size=3, max_steps=6, save_strategy=saves, save_steps=1, report_to="none",
+    disable_tqdm=True, use_cpu=True,
+)
+rows = [{"input_ids": torch.tensor([n % 16] * 4), "labels": torch.tensor([n % 16] * 4)} for n in range(40)]
+trainer = Trainer(model=model, args=args, train_dataset=rows, callbacks=[Asks()])
+if hf.under_dlrover_run():
+    hf.elastic(trainer, global_batch_size=12, memory_every=1)
+else:
+    run.LATE_SECONDS, remarks.remark = 1.0, lambda line: (print(line, flush=True), os._exit(7))
+    session(out)
+    trainer.__class__ = elastic_class(Trainer)
+    trainer.become_elastic(Options(12, False))
+trainer.train()
+"""
+IN_MEMORY = ("--nnodes=1", "--nproc-per-node=2", "--job-id=job", "--memory-replicas=1", "--max-restarts=0")
+
+
+@brings(
+    "a callback of a Hugging Face `Trainer` that sets `should_training_stop` on one rank, or `should_save`, with "
+    "memory checkpoints, where one is due",
+    Comes.REFUSED,
+    "the others would wait in a save that it does not come to, or it for them",
+    "as above",
+)
+@pytest.mark.executed
+@pytest.mark.parametrize(
+    ("asks", "saves", "line"),
+    [
+        (
+            "should_training_stop",
+            "no",
+            r"ends the training \(should_training_stop\) is True on rank 0, False on rank 1",
+        ),
+        ("should_training_stop", "steps", r"ends the training \(should_training_stop\) is True on rank 0, False on"),
+        ("should_save", "no", r"whether one saves it \(should_save\) is True on rank 0, False on rank 1"),
+    ],
+)
+def test_one_rank_of_a_trainer_that_stops_or_saves_where_memory_is_due(
+    shell: Shell, asks: str, saves: str, line: str
+) -> None:
+    """It skipped the save in memory, or went to another one, and the others waited, or failed at what they got."""
+    pytest.importorskip("transformers")
+    script = shell.directory / "asks.py"
+    script.write_text(ASKS)
+    ended = shell.run(*IN_MEMORY, "--checkpoint-dir=ck", str(script), asks, saves, str(shell.directory))
+    assert ended.code == 1
+    (said,) = [one for one in ended.said if "the training was refused: " in one]
+    assert re.search(line, said), said
+
+
+def test_a_rank_of_a_trainer_that_saves_alone_says_so(tmp_path: Path) -> None:
+    """The others are in their next step, where nobody can tell them."""
+    script = tmp_path / "asks.py"
+    script.write_text(ASKS)
+    ended = run_world(2, [str(script), "should_save", "no", str(tmp_path)], preloaded=HF, seconds=90)
+    assert ended[0][0] == 7, "\n".join(output for _, output in ended)
+    assert "rank 0 has waited 1 s for the others to save step 2: if a callback sets should_save, it" in ended[0][1]
+    assert "has waited" not in ended[1][1]
 
 
 def test_a_rank_that_ends_early_is_named_by_the_others(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import errno
 import io
 import os
 import sys
+import threading
 
 import pytest
 
+from dalsegno.elastic.rank import remarks
 from dalsegno.elastic.rank.remarks import remark
 
 
@@ -39,3 +41,22 @@ def test_an_output_that_takes_nothing_ends_no_training(monkeypatch: pytest.Monke
     closed.close()
     monkeypatch.setattr(sys, "stdout", {"full": Full(), "closed": closed, "none": None}[output])
     remark("step %d", 1)
+
+
+def test_a_line_where_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only there; nor does it matter whether a thread for it can be started."""
+    said = threading.Event()
+    monkeypatch.setattr(remarks, "remark", lambda line: said.set())
+    with remarks.remarked_after(0.01, "a line"):
+        assert said.wait(10)
+    said.clear()
+    with remarks.remarked_after(60.0, "a line"):
+        pass
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("cannot start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with remarks.remarked_after(0.0, "a line"):
+        pass
+    assert not said.is_set()

@@ -110,18 +110,6 @@ def test_tied_weights_are_no_buffers() -> None:
     assert not staying._has_own(model)
 
 
-def test_a_line_where_it_takes_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DALSEGNO_SOCKET", "an agent's")
-    said = staying.threading.Event()
-    monkeypatch.setattr(staying, "remark", lambda line: said.set())
-    with staying._said_after(0.01, "a line"):
-        assert said.wait(10)
-    said.clear()
-    with staying._said_after(60.0, "a line"):
-        pass
-    assert not said.is_set()
-
-
 def test_hooks_of_gradient_checkpointing() -> None:
     """They are as many in each world; the script's own stay."""
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=16)
