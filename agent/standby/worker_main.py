@@ -13,7 +13,7 @@ import types
 from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
-from dalsegno.protos import staying
+from dalsegno.protos import exiting, staying
 
 from ..own_modules import take_first_path
 from . import hooks
@@ -197,6 +197,7 @@ def run_to_end(name: str, module: bool, cwd: str, running: RunAhead | None = Non
             # The reason may be that it runs ahead. If it is not, the error comes again in a worker that does not.
             running.meet("its end") if code in (0, None) else running.failed(report_of(error))
         if isinstance(error, SystemExit):
+            exiting.exits(error)
             _end(code)
         _report_and_end(error)
     if running is not None:

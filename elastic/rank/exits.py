@@ -58,6 +58,8 @@ class _Exit:
     """The exit code that was decided. The process ends with it whatever the script does with the exception."""
 
     code: int | None = None
+    # That of a script that fails by itself.
+    failed = 1
     # Whether the script's threads are looked at behind its end.
     watched = False
 
@@ -75,8 +77,13 @@ def insist(code: int) -> None:
         let_no_thread_delay()
 
 
-def let_no_thread_delay() -> None:
-    """Gives the script's threads some seconds behind its end, for which others wait. Its handlers run as ever."""
+def let_no_thread_delay(code: int = 1) -> None:
+    """Gives the script's threads some seconds behind its end, for which others wait. Its handlers run as ever.
+
+    Args:
+        code: What the process ends with if they go on, unless that is decided.
+    """
+    _Exit.failed = code
     if not _Exit.watched:
         _Exit.watched = True
         late = threading.Thread(target=_end_late, args=(_end_of_script(),), name="dalsegno-exit", daemon=True)
@@ -158,4 +165,4 @@ def _end() -> NoReturn:
             utilities._exit_function()
         logging.shutdown()
     finally:
-        end_at_once(_Exit.code if _Exit.code is not None else 1)
+        end_at_once(_Exit.code if _Exit.code is not None else _Exit.failed & 0xFF)

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from dalsegno.protos import worker_pb2
+from dalsegno.protos.exiting import when_it_exits
 
 from .agreement import Refusal, Trouble, agree
 from .collective import Collective, OtherThread, PeerLost, check_main_thread
@@ -211,7 +212,8 @@ def watch_the_end(meetings: Meetings, when_lost: Callable[[], object]) -> None:
     def end(error: BaseException, trace: TracebackType | None) -> None:
         if meetings.waited_for and not meetings.over and not is_decided():
             # The others may be in a collective of the script's, which ends only with this process's connections.
-            let_no_thread_delay()
+            code = error.code if isinstance(error, SystemExit) else 1
+            let_no_thread_delay(code if isinstance(code, int) else 1)
         text = str(error) or type(error).__name__
         if isinstance(error, SessionOver) and not is_decided():
             meetings.refused(text)
@@ -254,6 +256,7 @@ def _do_at_the_end(end: Callable[[BaseException, TracebackType | None], None]) -
             before(kind, error, trace)
 
         sys.excepthook = hook
+        when_it_exits(lambda error: _at_the_end[0](error, error.__traceback__))
     _at_the_end[:] = [end]
 
 

@@ -89,6 +89,9 @@ end = sys.argv[4]
 error = RuntimeError("the batch is bad")
 if end == "raised":
     raise error
+if end.startswith("exits "):
+    print(error, file=sys.stderr)
+    sys.exit(int(end.split()[1]))
 if end == "a thread's":
     threading.excepthook = lambda told: sys.excepthook(told.exc_type, told.exc_value, told.exc_traceback)
     helper = threading.Thread(target=lambda: int("the batch is bad"))
@@ -101,6 +104,12 @@ else:
 """
 
 
+AS_A_WORKER = """
+import sys
+from dalsegno.agent.standby.worker_main import run_to_end
+sys.argv = sys.argv[1:]
+run_to_end(sys.argv[0], False, "")
+"""
 GOES_ON = "the script's thread beat goes on 1 s after the script's end"
 
 
@@ -137,4 +146,35 @@ def test_a_rank_that_fails_ends_whatever_its_threads_do(
     )
     assert (ended.returncode, log.read_text()) == (code, done), ended.stderr
     assert "the batch is bad" in ended.stderr
+    assert said in ended.stderr if said else "goes on" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "code", "done", "said"),
+    [
+        (2, 60.0, 3, "", GOES_ON),
+        (2, 0.3, 3, "thread handler", ""),
+        (1, 2.5, 3, "thread handler", ""),
+        (2, 2.5, 0, "thread handler", ""),
+    ],
+    ids=["for ever", "to its end", "nobody waits", "has ended well"],
+)
+def test_a_worker_that_exits_ends_whatever_its_threads_do(
+    tmp_path: Path, ranks: int, seconds: float, code: int, done: str, said: str
+) -> None:
+    """As one that fails with an exception does, with the code that the script has said."""
+    log, script = tmp_path / "log", tmp_path / "train.py"
+    log.touch()
+    script.write_text(FAILS)
+    limit = 1.0 if said or seconds > 1.0 else 20.0
+    arguments = [str(script), str(log), str(ranks), str(seconds), f"exits {code}", str(limit)]
+    ended = subprocess.run(
+        [sys.executable, "-c", AS_A_WORKER, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+        cwd=Path(__file__).parents[4],
+    )
+    assert (ended.returncode, log.read_text()) == (code, done), ended.stderr
     assert said in ended.stderr if said else "goes on" not in ended.stderr

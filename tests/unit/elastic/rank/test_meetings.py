@@ -23,7 +23,7 @@ from tests.support.workers.fake_link import FakeLink
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """How often the threads of this process were to be looked at behind its end. It is pytest's, and they are not."""
     found: list[bool] = []
-    monkeypatch.setattr(meetings, "let_no_thread_delay", lambda: found.append(True))
+    monkeypatch.setattr(meetings, "let_no_thread_delay", lambda code: found.append(True))
     return found
 
 
