@@ -368,6 +368,8 @@ class ElasticTrainer(SavingTrainer):
         return due
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
+        # A callback behind ours may have decided it on one rank alone, which would not come to the others' step.
+        self._run.session.check_ends()
         if self._run.unfinished is not None:  # the run had ended there, and nobody was told
             where = {"epoch": int(self.state.epoch or 0), "trial": trial, "start_time": start_time}
             self._see_to(self._run.unfinished, model=self.model_wrapped, ignore_keys_for_eval=None, **where)

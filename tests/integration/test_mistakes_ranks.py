@@ -759,7 +759,15 @@ from dalsegno.swift_plugin.hf.trainer import elastic_class
 
 class Stops(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2 and session().rank in (0, int(sys.argv[2])):
+        if state.global_step == 2 and sys.argv[3] == "step":
+            self.stop(control)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if sys.argv[3] == "epoch":
+            self.stop(control)
+
+    def stop(self, control):
+        if session().rank in (0, int(sys.argv[2])):
             control.should_training_stop = True
 
 session(sys.argv[1])
@@ -770,9 +778,13 @@ args = TrainingArguments(
     disable_tqdm=True, use_cpu=True,
 )
 rows = [{"input_ids": torch.tensor([n % 16] * 4), "labels": torch.tensor([n % 16] * 4)} for n in range(40)]
-trainer = Trainer(model=model, args=args, train_dataset=rows, callbacks=[Stops()])
+trainer = Trainer(model=model, args=args, train_dataset=rows)
 trainer.__class__ = elastic_class(Trainer)
+if sys.argv[3] == "step":
+    trainer.add_callback(Stops())
 trainer.become_elastic(Options(12, False))
+if sys.argv[3] == "epoch":
+    trainer.add_callback(Stops())
 trainer.train()
 print("ended behind step", trainer.state.global_step)
 """
@@ -785,16 +797,21 @@ print("ended behind step", trainer.state.global_step)
     "let it depend on something that the ranks have alike, such as `s.sum(…)` of what one of them has found",
 )
 @pytest.mark.parametrize("alone", [True, False])
-def test_one_rank_of_a_trainer_that_stops(tmp_path: Path, alone: bool) -> None:
-    """As a loop of one's own that one rank leaves; what all ranks decide ends the training."""
+@pytest.mark.parametrize(("when", "step"), [("step", 2), ("epoch", 4)])
+def test_one_rank_of_a_trainer_that_stops(tmp_path: Path, when: str, step: int, alone: bool) -> None:
+    """As a loop of one's own that one rank leaves; what all ranks decide ends the training.
+
+    At the epoch's end it is a callback that comes behind ours, which has asked no rank by then.
+    """
     script = tmp_path / "train.py"
     script.write_text(STOPS)
-    ended = run_world(2, [str(script), str(tmp_path), "0" if alone else "1"], preloaded=HF, seconds=60)
+    given = [str(script), str(tmp_path), "0" if alone else "1", when]
+    ended = run_world(2, given, preloaded=HF, seconds=60)
     if not alone:
         assert [code for code, _ in ended] == [0, 0], "\n".join(output for _, output in ended)
-        assert all("ended behind step 2" in output for _, output in ended)
+        assert all(f"ended behind step {step}" in output for _, output in ended)
         return
-    line = "rank 0 has finished the training behind step 2, and rank 1 goes on with step 3"
+    line = f"rank 0 has finished the training behind step {step}, and rank 1 goes on with step {step + 1}"
     assert any(f"Refusal: {line}" in output for _, output in ended), "\n".join(output for _, output in ended)
     assert ended[1][0] == 1
 
