@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 NO_DIRECTORY = "outside dlrover-run the script names the directory, session(checkpoint_dir=...)"
 
+# What is compared of a stream as the training ends.
+BEHIND_THE_LAST = "place behind the last step in the iterable data set"
+
 # The last step is worth waiting for: somebody makes room on the disk, a mount comes back. Ten minutes all in all;
 # counted, so that all ranks give up at the same time. Longer from try to try, and at most so long (seconds).
 LAST_SAVE_TRIES = 27
@@ -62,7 +65,7 @@ def end_training(
     if order is not None and not order.length and not session.meetings.over:
         # Where one rank's stream is shorter, it ends the loop for all, or this rank has begun anew. Saves compare it,
         # too, but not every run saves, and another start would end there again.
-        session.compare({"place behind the last step in the iterable data set": asdict(place())})
+        session.compare({BEHIND_THE_LAST: asdict(place())})
     if save is not None:
         _await_best(session, BEST_WAIT_SECONDS)
         save_at_last(session, save)

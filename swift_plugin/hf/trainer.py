@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dalsegno.elastic.training import wrappers
 from dalsegno.elastic.training.accumulation import has_static_graph, synchronised
 from dalsegno.elastic.training.bounds import check_steps
 from dalsegno.elastic.training.reading_state import load_part, read_tensors
+from dalsegno.elastic.training.saves import BEHIND_THE_LAST
 from dalsegno.elastic.training.sending import send_what_differs
 from dalsegno.elastic.training.staying import none_stays
 from dalsegno.protos.trace import mark
@@ -368,8 +370,7 @@ class ElasticTrainer(SavingTrainer):
         return due
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
-        # A callback behind ours may have decided it on one rank alone, which would not come to the others' step.
-        self._run.session.check_ends()
+        self._check_end()
         if self._run.unfinished is not None:  # the run had ended there, and nobody was told
             where = {"epoch": int(self.state.epoch or 0), "trial": trial, "start_time": start_time}
             self._see_to(self._run.unfinished, model=self.model_wrapped, ignore_keys_for_eval=None, **where)
@@ -378,6 +379,20 @@ class ElasticTrainer(SavingTrainer):
         self._run.save_at_last(lambda: self._save_checkpoint(self.model_wrapped, trial), saves=saves)
         with self._run.alive.under_way():
             return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def _check_end(self) -> None:
+        """Whether the training is over on all ranks, and all have trained the same. Collective, as no step follows.
+
+        Raises:
+            Refusal: Another rank goes on.
+            Unlike: The ranks have not read the same of a stream. On all ranks.
+        """
+        # A callback behind ours may have decided it on one rank alone, which would not come to the others' step.
+        self._run.session.check_ends()
+        if self._run.loader.endless and not self._run.session.meetings.over:
+            # Saves compare it, too, but not every run saves, and this one would count as finished.
+            self._run.session.settle()
+            self._run.session.compare({BEHIND_THE_LAST: asdict(self._run.loader.position)})
 
     def _see_to(self, unfinished: Unfinished, **of_epoch: Any) -> None:
         """Does what the processes that saved the resume point had no time for."""

@@ -308,7 +308,7 @@ def test_ranks_that_evaluate_other_data(came: dict[str, Came], name: str) -> Non
     "an iterable data set without a length that is longer on some rank",
     Comes.REFUSED,
     "where the first of them ends, all ranks leave the loop, and what others have left would not be trained. Compared "
-    "as a step is saved, and as the loop ends; with `Batches`",
+    "as a step is saved, and as the loop ends; with `Batches`, also in a `Trainer`",
     "give all ranks the same; the line says how far each has come",
 )
 @pytest.mark.parametrize(("name", "saved"), [("streamed", [2]), ("streamed, unsaved", [])])
@@ -658,6 +658,7 @@ def test_a_loaders_state_is_of_no_use_to_another_world(loaders: tuple[Path, dict
 
 # What only processes have that have imported more.
 
+STREAMED_HF = {"stream": True, "max_steps": 4, "save_every": 0}
 FRAMEWORKS = {
     "hf alike": Told("hugging_face"),
     "hf micro": Told("hugging_face", {"micro": [3, 6]}),
@@ -676,6 +677,9 @@ FRAMEWORKS = {
     "hf held out, rank 0 alone": Told("hugging_face", {"held_out": 33, "evaluate_every": 1, "evaluates": "alone"}),
     "hf fixed at first": Told("hugging_face", {"fixed": True}),
     "hf another size": Told("hugging_face", {"fixed": True, "micro": 4, "max_steps": 4}, after="hf fixed at first"),
+    "hf streamed": Told("hugging_face", {**STREAMED_HF, "length": [40, 30]}),
+    "hf streamed, saved": Told("hugging_face", {**STREAMED_HF, "length": [40, 30], "save_every": 2}),
+    "hf streamed alike": Told("hugging_face", STREAMED_HF),
     "prepared": Told("accelerated", {"max_steps": 2}),
     "prepared again": Told("accelerated", after="prepared"),
     "prepared, stateful": Told("accelerated", {"stateful": True, "max_steps": 3}),
@@ -718,6 +722,18 @@ def test_trainers_that_were_told_the_same_train_and_go_on_in_their_cut(framework
     assert {rank["refused"] for rank in frameworks["hf alike"].ranks} == {""}
     for name in ("hf held out alike", "hf held out, rank 0 alone"):
         assert [(rank["refused"], len(rank["steps"])) for rank in frameworks[name].ranks] == [("", 2)] * 2
+
+
+@pytest.mark.parametrize(("name", "saved"), [("hf streamed", []), ("hf streamed, saved", [2])])
+def test_a_stream_of_a_trainer_that_ends_sooner_on_one_rank(
+    frameworks: dict[str, Came], name: str, saved: list[int]
+) -> None:
+    """Where nothing was saved such a run finished, too."""
+    (line,) = {rank["refused"] for rank in frameworks[name].ranks}
+    assert "data_epoch=1 samples=0 on rank 0, data_epoch=1 samples=12 on rank 1" in line, line
+    assert [len(rank["steps"]) for rank in frameworks[name].ranks] == [4, 4]
+    assert [one.step for one in frameworks[name].sealed()] == saved
+    assert [(rank["refused"], len(rank["steps"])) for rank in frameworks["hf streamed alike"].ranks] == [("", 4)] * 2
 
 
 def test_what_a_trainer_had_trained_before_ranks_evaluate_other_data_is_saved(frameworks: dict[str, Came]) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -215,13 +215,13 @@ def trained(case: Case) -> Trainer:
     return trainer
 
 
-class Counted(IterableDataset[torch.Tensor]):
+class Counted(IterableDataset[Any]):
     """Rows that nobody knows the number of."""
 
-    def __init__(self, rows: torch.Tensor) -> None:
+    def __init__(self, rows: Iterable[Any]) -> None:
         self.rows = rows
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.rows)
 
 
@@ -303,6 +303,7 @@ def hugging_face(case: Case) -> None:
         output_dir=str(case.directory / "out"),
         per_device_train_batch_size=case.here("micro", 3),
         max_steps=case.here("max_steps", 2),
+        save_strategy="steps" if case.here("save_every", 5) else "no",
         save_steps=case.here("save_every", 5),
         seed=case.here("seed", 3),
         eval_strategy="steps" if case.here("evaluate_every") else "no",
@@ -316,8 +317,11 @@ def hugging_face(case: Case) -> None:
     def rows(length: int) -> list[dict[str, torch.Tensor]]:
         return [{"input_ids": torch.tensor([n % 16] * 4), "labels": torch.tensor([n % 16] * 4)} for n in range(length)]
 
-    held_out = case.here("held_out")
-    data = {"train_dataset": rows(case.here("length", LENGTH)), "eval_dataset": held_out and rows(held_out)}
+    held_out, given = case.here("held_out"), rows(case.here("length", LENGTH))
+    data = {
+        "train_dataset": Counted(given) if case.here("stream") else given,
+        "eval_dataset": held_out and rows(held_out),
+    }
     kind = Mine if case.here("evaluates") else TheirTrainer
     trainer: Any = kind(model=LlamaForCausalLM(config), args=args, **data)
     trainer.__class__ = elastic_class(kind)
