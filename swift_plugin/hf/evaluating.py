@@ -16,6 +16,7 @@ import transformers.trainer as upstream
 from torch.utils.data import IterableDataset
 
 from dalsegno.elastic.data.evaluated_alike import LENGTH, compare
+from dalsegno.elastic.rank import rng
 
 from .held import counted, exportable, same
 from .refusals import overrides
@@ -143,9 +144,12 @@ class Evaluation:
                     continue
                 self._counted.append((one, copy.deepcopy(counted(one))))
         self._others = copy.deepcopy(trainer.remembered())
+        # Each pass over a loader draws its seed from torch's: what is drawn behind the evaluation would be another one.
+        self._generators = rng.taken()
 
     def undo(self) -> None:
-        """It is to be made as a whole: what was logged and counted of it is taken back."""
+        """It is to be made as a whole: what was logged, counted and drawn of it is taken back."""
+        rng.restore(rng.encoded(self._generators))
         state, control = self._trainer.state, self._trainer.control
         del state.log_history[self._logs :]
         control.should_training_stop, control.should_evaluate = self._stops, True
