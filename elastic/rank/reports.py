@@ -79,6 +79,11 @@ class Reports:
             self._beat_told = now
             self.send(self._progress(step, 0.0), droppable=True)
 
+    def keeps_nothing(self, step: int) -> None:
+        """The world has broken, and this rank saves nothing of ``step`` alone: nobody is to wait for that."""
+        self.may_keep = False
+        self.send(self._progress(step, 0.0))
+
     def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
         """Sends a message to the agent. A droppable one is dropped if the agent does not read."""
         if self._link is not None:

@@ -19,6 +19,7 @@ from dalsegno.protos import worker_pb2
 from dalsegno.protos.contract import FIRST_OF_SURVIVORS
 
 from ..checkpoint import CheckpointName, CheckpointStore, FileEntry, Manifest, Ref
+from ..checkpoint.errors import is_full
 from ..checkpoint.files import write_exclusive
 from ..checkpoint.layout import MANIFEST
 from ..checkpoint.parts import delete_parts, part_path, write_part
@@ -27,8 +28,12 @@ from ..rank.identity import Identity
 from ..rank.link import Link
 from ..rank.reports import Reports
 from .content import Content
+from .saving_reports import bytes_below
 from .tiers import Memory
 from .writing import Summed, SummedFile, save
+
+# Seconds in which room may come, as what a save leaves that broke off goes. Then nobody waits for this rank any more.
+NO_ROOM_SECONDS = 1.0
 
 
 class Survivor:
@@ -52,6 +57,8 @@ class Survivor:
         self._reports = reports
         self.peer_lost: Callable[[bool], Mapping[str, str] | None] = _nothing
         self.loop_stays = self.anywhere = False
+        # Bytes that a try had as its room was at an end, since when it has none, and the agent knows that.
+        self._had, self._without_room, self._gave_up = 0, 0.0, False
 
     @property
     def may_stay(self) -> bool:
@@ -93,12 +100,23 @@ class Survivor:
         Raises:
             OSError: There is no room, of --memory-budget or of the machine's or container's memory either.
         """
+        try:
+            return self._save(content, files, generators, stays=stays)
+        except OSError as error:
+            if is_full(error):
+                self._has_no_room(content.step)
+            raise
+
+    def _save(self, content: Content, files: Mapping[str, Any], generators: bytes, *, stays: bool) -> Manifest | None:
         identity, link, began = self._identity, self._link, time.monotonic()
         assert identity.memory_dir is not None
         assert link is not None
         # This process has written none of which it would know how much room that takes.
         tier = Memory(CheckpointStore(identity.memory_dir), identity, alone=True)
         path = tier.store.path(self.name_of(content.step))
+        if self._without_room and not self._is_whole(path):
+            # It is called again and again. Where others have given nothing back it would write as much once more.
+            tier.check_takes(self._had)
         if stays or not self._is_whole(path):
             link.send(worker_pb2.ToAgent(keeping=worker_pb2.Keeping(step=content.step, stays=stays)))
         with _alone_in(path):
@@ -110,7 +128,9 @@ class Survivor:
                 tier.enter(path.name, create=False)
                 with Summed(tier.check_room):
                     manifest = self._write(path, content, {**files, rng.file_name(identity.rank): generators})
-            except BaseException:
+            except BaseException as error:
+                if is_full(error):
+                    self._had = bytes_below(path)
                 with contextlib.suppress(OSError):
                     _empty(path)
                     path.rmdir()
@@ -119,6 +139,12 @@ class Survivor:
         sealed.seconds = time.monotonic() - began
         link.send(worker_pb2.ToAgent(sealed=sealed))
         return manifest
+
+    def _has_no_room(self, step: int) -> None:
+        self._without_room = self._without_room or time.monotonic()
+        if not self._gave_up and time.monotonic() - self._without_room >= NO_ROOM_SECONDS:
+            self._gave_up = True
+            self._reports.keeps_nothing(step)
 
     def _is_whole(self, path: Path) -> bool:
         return part_path(path, self._identity.group_rank).exists()

@@ -90,6 +90,17 @@ def test_who_begins_behind_one_that_has_no_room_has_as_long() -> None:
     assert agent.did(ev.StopWorkers)
 
 
+def test_nobody_waits_for_one_that_has_given_up() -> None:
+    """It had no room for a while."""
+    agent = training(True)
+    agent.directed(gather=GATHER)
+    agent.said(keeping=worker_pb2.Keeping(step=5))
+    agent.waits(1)
+    assert not agent.did(ev.StopWorkers)
+    agent.said(progress=worker_pb2.Progress(step=5))
+    assert agent.did(ev.StopWorkers)
+
+
 def test_nobody_waits_for_one_that_has_sealed() -> None:
     agent = training(True)
     agent.directed(gather=GATHER)

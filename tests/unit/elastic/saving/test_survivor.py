@@ -159,6 +159,48 @@ def test_it_takes_no_more_than_memory_checkpoints_may(
     assert one.save(CONTENT, files, b"") is not None
 
 
+def test_a_try_without_room_is_not_made_again_before_there_is_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is called fifty times a second, in the main thread, and each time wrote up to the budget."""
+    monkeypatch.setattr(writing, "AHEAD_BYTES", GROWS_BYTES)
+    directory, others = tmp_path / "run-0001", tmp_path / "of-another-run"
+    directory.mkdir()
+    others.write_bytes(bytes(3 << 20))
+    one, link = survivor(directory, budget=(4 << 20) + 2 * GROWS_BYTES)
+    one.may_keep(True)
+    wrote = list[int]()
+    write = one._write
+
+    def noted(*given: Any) -> Any:
+        wrote.append(len(wrote))
+        return write(*given)
+
+    monkeypatch.setattr(one, "_write", noted)
+    files = {"model.pt": bytes(4 << 20)}
+    for _ in range(3):
+        with pytest.raises(OSError, match=r"--memory-budget") as refused:
+            one.save(CONTENT, files, b"")
+        assert refused.value.errno == errno.ENOSPC
+        assert not os.listdir(directory)
+    assert wrote == [0]
+    assert len(link.of("keeping")) == 1
+    assert not link.of("progress")
+
+    monkeypatch.setattr(survivor_module, "NO_ROOM_SECONDS", 0.0)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"--memory-budget"):
+            one.save(CONTENT, files, b"")
+    assert [(said.step, said.may_keep) for said in link.of("progress")] == [(CONTENT.step, False)]
+
+    others.write_bytes(bytes(1 << 20))
+    with pytest.raises(OSError, match=r"--memory-budget"):
+        one.save(CONTENT, files, b"")
+    assert wrote == [0, 1], "not all of it has room yet, which only a try can show"
+    others.unlink()
+    assert one.save(CONTENT, files, b"") is not None
+
+
 def test_spares_give_their_room_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "AHEAD_BYTES", GROWS_BYTES)
     directory, old = tmp_path / "run-0001", tmp_path / "run-0001" / "step-1.e4.1"
