@@ -19,19 +19,23 @@ from ..saving.resuming import ResumePoint
 from ..training.entry import refused_together
 from ..training.parts import Stateful, check_same, kept_of
 from ..training.reading_state import load_kept
+from ..training.unlisted import Unlisted
 from ..universal.layout import engine_directory
 from ..universal.loading import load
 from .view import model_states_file
 
-PARTS, WEIGHTS_FROM = "dalsegno_parts", "dalsegno_weights_from"
-"""Keys of the client's state: the parts; the checkpoint of which this run once took the weights only."""
+PARTS, WEIGHTS_FROM, UNLISTED = "dalsegno_parts", "dalsegno_weights_from", "dalsegno_unlisted"
+"""Keys of the client's state: the parts; the checkpoint of which this run once took the weights only; the model's
+buffers that are not persistent and have changed."""
 
 
 class BesideEngine:
     """The parts of one training beside its engine: the same on every rank, saved by rank 0.
 
+    With them what no ``state_dict()`` of the engine's model has.
+
     Args:
-        engine: DeepSpeed's.
+        engine: DeepSpeed's, before anything is loaded.
         parts: By name, in the order in which they are loaded. None: this training has none.
 
     Raises:
@@ -42,6 +46,7 @@ class BesideEngine:
         self._engine = engine
         self._parts = {name: part for name, part in parts.items() if part is not None}
         self._weights_from = ""
+        self._unlisted, self._saved_unlisted = Unlisted(engine.module), dict[str, Any]()
         self._checked()
 
     @property
@@ -56,7 +61,12 @@ class BesideEngine:
             TypeError, ValueError: A part cannot be saved.
         """
         found: dict[str, Any] = {WEIGHTS_FROM: self._weights_from} if self._weights_from else {}
-        return {**found, PARTS: self._checked()} if self._parts and dist.get_rank() == 0 else found
+        if dist.get_rank() != 0:
+            return found
+        self._unlisted.tell()
+        if changed := self._unlisted.changed_buffers():
+            found[UNLISTED] = changed
+        return {**found, PARTS: self._checked()} if self._parts else found
 
     def begins_anew(self, resume: ResumePoint, *, weights_only: bool) -> bool:
         """Whether only the weights of a checkpoint count, because that is asked for, and for the first time in the run.
@@ -71,6 +81,7 @@ class BesideEngine:
         path = resume.path
         with refused_together(), resume.unless_damaged():
             saved = _saved(path)
+            self._saved_unlisted = saved.get(UNLISTED) or {}
             self._weights_from = str(saved.get(WEIGHTS_FROM, ""))
             if weights_only and not self._weights_from:
                 self._weights_from = path.name
@@ -98,6 +109,11 @@ class BesideEngine:
             kept = _saved(path)[PARTS]
             for name, part in self._parts.items():
                 load_kept(part, kept[name], name, path.name)
+
+    def load_unlisted(self) -> None:
+        """Loads what `begins_anew` has read of the model's own, behind its weights."""
+        saved, self._saved_unlisted = self._saved_unlisted, {}
+        self._unlisted.load(saved)
 
     def _checked(self) -> dict[str, dict[str, Any]]:
         kept = kept_of(self._parts)

@@ -93,6 +93,7 @@ class Engine:
                 else:
                     resumed = ours.restore(engine, resume, other_schedule=other_schedule)
                     beside.load(resume)
+                beside.load_unlisted()
         self.engine = engine
         self._save = EngineSave(session, engine, beside)
         if resumed is not None:

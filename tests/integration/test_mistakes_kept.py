@@ -200,7 +200,8 @@ def test_callbacks_that_were_moved_or_are_gone(tmp_path: Path) -> None:
 
 
 @brings(
-    "a buffer that is not persistent and changes in training (a warm-up's counter, a queue)",
+    "a buffer that is not persistent and changes in training (a warm-up's counter, a queue), with `s.state`, "
+    "`TrainingState`, `s.engine` or `Trainer`",
     Comes.BITWISE,
     "`state_dict()` leaves it out, so it is saved beside it as soon as it has changed",
 )
@@ -210,13 +211,15 @@ def test_callbacks_that_were_moved_or_are_gone(tmp_path: Path) -> None:
     "no `state_dict()` has it, and nobody knows what it is for: a resumed run has its first value again",
     "where the training depends on it: `register_buffer`, or `get_extra_state`",
 )
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
-def test_state_that_no_state_dict_has(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "zero2", "engine 1", "engine 3"])
+def test_state_that_no_state_dict_has(tmp_path: Path, how: str) -> None:
+    kind, _, stage = how.partition(" ")
+    told = {"kind": "given engine", "stage": int(stage)} if kind == "engine" else {"strategy": how}
     cases: list[dict[str, Any]] = [
-        {"strategy": strategy, "model": "warms", "run": "whole"},
-        {"strategy": strategy, "model": "warms", "run": "run", "steps": 2},
-        {"strategy": strategy, "model": "warms", "run": "run"},
-        {"strategy": strategy, "model": "counts", "save_every": 1},
+        {**told, "model": "warms", "run": "whole"},
+        {**told, "model": "warms", "run": "run", "steps": 2},
+        {**told, "model": "warms", "run": "run"},
+        {**told, "model": "counts", "save_every": 1},
     ]
     whole, begun, rest, counts = run(tmp_path, 2, cases)
     assert_goes_on(begun, [1, 2], r"\bwarm \(buffers\): the forward pass changes it")

@@ -214,6 +214,31 @@ def engine(case: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "rates": rates}
 
 
+def given_engine(case: dict[str, Any]) -> dict[str, Any]:
+    """The same, given to ``s.engine``."""
+    import deepspeed
+
+    s = elastic.session(case["directory"])
+    data = s.data(data_of(case), global_batch=GLOBAL_BATCH, micro_batch=3, seed=1)
+    config = s.deepspeed_config({"zero_optimization": {"stage": case["stage"]}, "gradient_clipping": 0.0}, data)
+    numbers = torch.float32 if case["stage"] == 3 else torch.float64  # it takes no others
+    model = make_model(case).to(numbers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    made, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    state = s.engine(made, **case.get("options", {}))
+    steps, losses = [], []
+    for batch in s.steps(data, state, max_steps=case["steps"], save_every=case.get("save_every", 0)):
+        total = 0.0
+        for micro in batch:
+            loss = loss_of(made, micro.data.to(numbers))
+            made.backward(micro.scale(loss))
+            made.step()
+            total += float(loss.detach()) * micro.n
+        steps.append(batch.step)
+        losses.append(s.sum(total) / batch.n)
+    return {"steps": steps, "losses": losses}
+
+
 class Said(logging.Handler):
     """What people are told."""
 
@@ -230,7 +255,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     said, found = Said(), dict[str, Any]()
     logging.getLogger("dalsegno").addHandler(said)
     try:
-        kinds = {"loop": loop, "engine": engine, "trainer": trainer}
+        kinds = {"loop": loop, "engine": engine, "given engine": given_engine, "trainer": trainer}
         found = {"refused": "", **kinds[case.get("kind", "trainer")](case)}
     except Exception as error:
         found = {"refused": f"{type(error).__name__}: {error}", "steps": []}

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from dalsegno.elastic.deepspeed import beside
 from dalsegno.elastic.deepspeed.beside import PARTS, BesideEngine
@@ -40,7 +41,7 @@ def test_a_part_that_does_not_fit_is_told_from_a_lack_of_memory(
 ) -> None:
     """Only the first would be the same at another start."""
     monkeypatch.setattr(beside, "_saved", lambda path: {PARTS: {"average": {"type": "Average", "state": {}}}})
-    engine: Any = None
+    engine = SimpleNamespace(module=nn.Linear(1, 1))
     resume: Any = SimpleNamespace(path=Path("step-2"), unless_damaged=nullcontext)
     with pytest.raises(ValueError if is_refused else type(error)) as caught:
         BesideEngine(engine, {"average": Average(error)}).load(resume)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 pytest.importorskip("deepspeed")
 
@@ -62,14 +63,16 @@ def test_damage_ends_no_job(
     monkeypatch.setattr(engine, "check_groups", read)
     monkeypatch.setattr(beside, "_saved", read)
 
+    made = SimpleNamespace(module=nn.Linear(1, 1))
+
     def load() -> None:
         with resume.loading() as files:
             if place == "engine":
                 engine.restore(SimpleNamespace(module=None, optimizer=None), files)
             elif place == "kind":
-                beside.BesideEngine(None, {}).begins_anew(files, weights_only=False)
+                beside.BesideEngine(made, {}).begins_anew(files, weights_only=False)
             else:
-                beside.BesideEngine(None, {"part": Part()}).load(files)
+                beside.BesideEngine(made, {"part": Part()}).load(files)
 
     with pytest.raises(BadResumePoint if broken else (type(error), RuntimeError)):
         load()
