@@ -40,7 +40,7 @@ class Unlisted:
         # Not compared by `id`: another tensor may have it once the first one is gone.
         found = buffers(model).items()
         self._buffers = {name: (weakref.ref(b), b._version, _digest(b), _made(b)) for name, b in found}
-        self._attributes, self._looks = _attributes(model), _LOOKS
+        self._attributes, self._looks, self._named = _attributes(model), _LOOKS, False
 
     def changed_buffers(self) -> dict[str, Any]:
         """The model's own buffers that have changed.
@@ -73,6 +73,13 @@ class Unlisted:
             if changed := self.changed_attributes():
                 self._looks = 0
                 remark("%s", said(changed))
+
+    def tell_unsaved(self) -> None:
+        """The same where somebody saves no more than a ``state_dict()``: buffers that have changed are named, too."""
+        if self._looks and not self._named and (changed := tuple(self.changed_buffers())):
+            self._named = True
+            remark("%s", said(changed, "leave persistent=False out where it is registered"))
+        self.tell()
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restores buffers of a model that is made as it was: also where they grew, or came in the first step."""
@@ -119,12 +126,14 @@ def each_buffer(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer, name not in module._non_persistent_buffers_set
 
 
-def said(attributes: tuple[str, ...]) -> str:
-    """The message about attributes that have changed."""
+_AS_BUFFER = "make it a buffer (register_buffer), or give it out in get_extra_state"
+
+
+def said(names: tuple[str, ...], cure: str = _AS_BUFFER) -> str:
+    """The message about attributes, or buffers, that have changed."""
     return (
-        f"{few(attributes)} changed while the model trained, and {'is' if len(attributes) == 1 else 'are'} in no "
-        "checkpoint: a resumed run has the first value again. Where the training depends on it, make it a buffer "
-        "(register_buffer), or give it out in get_extra_state"
+        f"{few(names)} changed while the model trained, and {'is' if len(names) == 1 else 'are'} in no "
+        f"checkpoint: a resumed run has the first value again. Where the training depends on it, {cure}"
     )
 
 

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dalsegno.elastic.training.unlisted import Unlisted
+
 from . import held
 from .run import ElasticRun
 
@@ -25,9 +27,11 @@ class SavingTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
     Attributes:
         elastic_run: The run that it belongs to; None until it is elastic.
+        unlisted: On rank 0 what the Trainer saves nothing of, from the beginning of the training on.
     """
 
     elastic_run: ElasticRun | None = None
+    unlisted: Unlisted | None = None
     # Callbacks that count something and do not save it: names of their classes, and of the attributes.
     counting: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     # Callbacks, each with the arguments that the script gave it.
@@ -53,6 +57,8 @@ class SavingTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         return {name: value for name, value in found.items() if type(value) in (int, float)}
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.unlisted is not None:
+            self.unlisted.tell_unsaved()
         if not (self._run.in_memory or self._run.draining):
             self._run.mark(self, save=True)
 

@@ -30,6 +30,7 @@ from dalsegno.elastic.training.reading_state import load_part, read_tensors
 from dalsegno.elastic.training.saves import BEHIND_THE_LAST
 from dalsegno.elastic.training.sending import send_what_differs
 from dalsegno.elastic.training.staying import none_stays
+from dalsegno.elastic.training.unlisted import Unlisted
 from dalsegno.protos.trace import mark
 
 from . import data, deepspeed_engine, held, refusals, staying, uneven
@@ -178,6 +179,7 @@ class ElasticTrainer(SavingTrainer):
             check_kept(getattr(self.optimizer, "optimizer", self.optimizer), self.model)
         if self.staying is not None:
             self.staying.wrapped()
+        self.unlisted = Unlisted(self.model) if self._run.session.rank == 0 else None
         scheduler, resumes = self.lr_scheduler, self._run.session.resume is not None
         # Elsewhere the optimizer has loaded its rates, also one that a callback has set behind the scheduler's back.
         if self.is_deepspeed_enabled and resumes and isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):

@@ -226,3 +226,19 @@ def test_state_that_no_state_dict_has(tmp_path: Path, how: str) -> None:
     assert_goes_on(rest, [3, 4])
     assert begun[0]["losses"] + rest[0]["losses"] == whole[0]["losses"]
     assert_goes_on(counts, [1, 2, 3, 4], r"\bcalls changed while the model trained, and is in no checkpoint")
+
+
+@brings(
+    "a buffer that is not persistent, or a plain attribute, that changes in training, in a Hugging Face `Trainer`",
+    Comes.SAID,
+    "it saves the model's `state_dict()`: a resumed run has their first values again",
+    "where the training depends on it: `register_buffer` without `persistent=False`",
+)
+@pytest.mark.parametrize("model", ["warms", "counts", ""])
+def test_state_that_a_trainer_of_hugging_face_does_not_save(tmp_path: Path, model: str) -> None:
+    """One rank says so; nothing of a model that has none."""
+    (ranks,) = run(tmp_path, 2, [{"kind": "hugging face", "model": model}])
+    assert [(rank["refused"], rank["steps"]) for rank in ranks] == [("", [1, 2, 3, 4])] * 2
+    lines = [line for rank in ranks for line in rank["said"] if "while the model trained" in line]
+    name = {"warms": "inside.warm", "counts": "inside.calls"}.get(model, "")
+    assert [line.split()[0] for line in lines] == [name] * bool(name)

@@ -239,6 +239,40 @@ def given_engine(case: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "losses": losses}
 
 
+def hugging_face(case: dict[str, Any]) -> dict[str, Any]:
+    """A Trainer of Hugging Face, which saves each step."""
+    from transformers import Trainer as TheirTrainer
+    from transformers import TrainingArguments
+
+    from dalsegno.swift_plugin.hf.options import Options
+    from dalsegno.swift_plugin.hf.trainer import elastic_class
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = make_model(case).float()
+
+        def forward(self, rows: Tensor) -> dict[str, Tensor]:
+            return {"loss": loss_of(self.inside, rows)}
+
+    elastic.session(case["directory"])
+    args = TrainingArguments(
+        output_dir=f"{case['directory']}/out",
+        per_device_train_batch_size=3,
+        max_steps=case["steps"],
+        save_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    rows = Rows()
+    made: Any = TheirTrainer(Loss(), args, train_dataset=[{"rows": rows[n].float()} for n in range(LENGTH)])
+    made.__class__ = elastic_class(TheirTrainer)
+    made.become_elastic(Options(GLOBAL_BATCH, False))
+    made.train()
+    return {"steps": list(range(1, made.state.global_step + 1))}
+
+
 class Said(logging.Handler):
     """What people are told."""
 
@@ -256,6 +290,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     logging.getLogger("dalsegno").addHandler(said)
     try:
         kinds = {"loop": loop, "engine": engine, "given engine": given_engine, "trainer": trainer}
+        kinds["hugging face"] = hugging_face
         found = {"refused": "", **kinds[case.get("kind", "trainer")](case)}
     except Exception as error:
         found = {"refused": f"{type(error).__name__}: {error}", "steps": []}

@@ -126,6 +126,20 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert line.startswith("Counting.calls, Counting._seen changed while the model trained, and are in no checkpoint")
 
 
+def test_buffers_that_nobody_saves_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Counting()
+    looked = Unlisted(model)
+    looked.tell_unsaved()
+    assert caplog.messages == []
+    model(torch.ones(1, 2))
+    for _ in range(6):
+        looked.tell_unsaved()
+    buffers, attributes = caplog.messages
+    assert buffers.startswith("warm changed while the model trained, and is in no checkpoint")
+    assert buffers.endswith("leave persistent=False out where it is registered")
+    assert attributes.startswith("Counting.calls, Counting._seen changed")
+
+
 def test_a_buffer_that_was_replaced_by_one_in_its_place() -> None:
     """Python gives the number of an object that is gone to the next one: that is not the same buffer."""
     model = Counting()
