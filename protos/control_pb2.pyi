@@ -1937,7 +1937,7 @@ class HeldRequest(google.protobuf.message.Message):
     make_durable: builtins.bool
     """Its ranks want it in the checkpoint directory."""
     unsent: builtins.bool
-    """A buddy cannot be brought this node's own part, which is tried no more."""
+    """A buddy cannot be brought this node's own part, or has not taken the one before either: nobody waits for it."""
     all: builtins.bool
     """All that is held here has been said to this master: no checkpoint is named."""
     gathering: builtins.str

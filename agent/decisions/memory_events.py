@@ -25,7 +25,8 @@ class HeldChanged:
     """Which parts of a memory checkpoint are held here, each by the group rank that wrote it; none: it is gone.
 
     `copies`: so many other agents have said that they hold this node's own part. `unsent`: some buddy cannot be brought
-    it, and that is tried no more. `damaged`: what was found of a part that is here no more because of that.
+    it, or has not taken the one before: nobody waits for it. `damaged`: what was found of a part that is here no more
+    because of that.
     """
 
     checkpoint: control_pb2.Checkpoint

@@ -41,7 +41,7 @@ class Buddy:
         address: as the master tells it (`PeerAddress`).
         pace: of all buddies.
         on_held: called with the address when it holds a part.
-        on_unsent: called with the address when a part cannot be brought there, and is tried no more.
+        on_unsent: called with the address when a part cannot be brought there, or is not waited for any more.
         on_bad: called when a part of ours is not what was sealed.
     """
 
@@ -69,6 +69,8 @@ class Buddy:
         # Since when no part has come there; and since when nobody has answered there.
         self._failing_since: float | None = None
         self._silent_since: float | None = None
+        # Why the last part did not come there; None: it did.
+        self._failure: PeerError | None = None
         self._thread = threading.Thread(target=self._run, name="memory-buddy", daemon=True)
         self._thread.start()
 
@@ -119,6 +121,14 @@ class Buddy:
                 self._on_unsent(part, self.address)
 
     def _send(self, part: StepPart) -> None:
+        """Tries it until it is there, a newer one is next, or it cannot be.
+
+        All nodes send one step at a time. So where the part before did not come there this one is not waited for: it is
+        told as unsent when its first try fails, or at once where nobody answers, which takes seconds.
+        """
+        before = self._failure
+        if told := before is not None and before.unreachable:
+            self._on_unsent(part, self.address)
         for tries, pause in enumerate((*_PAUSES_SECONDS, None), 1):
             try:
                 self._peers.send(self.address, part, self._pace)
@@ -132,12 +142,18 @@ class Buddy:
                 for_good = error.ours or error.code not in _MAY_PASS
                 if for_good or self._is_worth_a_word(error, tries >= _TRIES or pause is None):
                     self._complain(part, error)
+                if before is not None and not told:
+                    told = True
+                    self._on_unsent(part, self.address)
                 if for_good or pause is None or self._overtaken(part, pause):
-                    if not self._is_over(part):
+                    if self._is_over(part):
+                        return
+                    self._failure = error
+                    if not told:
                         self._on_unsent(part, self.address)
                     return
             else:
-                self._said, self._failing_since, self._silent_since = False, None, None
+                self._said, self._failure, self._failing_since, self._silent_since = False, None, None, None
                 self._on_held(part, self.address)
                 return
 

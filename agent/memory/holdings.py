@@ -54,7 +54,7 @@ class HeldParts:
         checkpoint: As its manifest describes it, with `in_memory`.
         parts: Group ranks, in the epoch that wrote it, whose parts are here, each whole. Empty: nothing any more.
         copies: Addresses (`PeerAddress`) of the agents that have said that they hold this node's own part.
-        unsent: A buddy cannot be brought this node's own part, and that is tried no more.
+        unsent: A buddy cannot be brought this node's own part, or has not taken the one before: nobody waits for it.
         damaged: What was found of a part that is here no more because its bytes were others; else empty.
     """
 

@@ -459,7 +459,7 @@ class MemoryTier:
         self._changed(self._holdings.held(part.run_id, part.manifest.name))
 
     def _not_sent(self, part: StepPart, address: str = "") -> None:
-        """A buddy cannot be brought a part of ours, and that is tried no more."""
+        """A buddy cannot be brought a part of ours, or has not taken the one before: nobody waits for it."""
         ref = part.manifest.ref
         if not self._holdings.has(part.run_id, ref.name, ref.digest, part.group_rank):
             return  # Nobody wants it any more.

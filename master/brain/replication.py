@@ -135,7 +135,8 @@ def settle(turn: Turn, replicas: Replicas) -> None:
     elif all(is_copied(turn.job, sending.step, part) for part in range(record.parts)):
         replicas.replicated = record
         replicas.patience = max(PATIENCE_SECONDS, 2 * (turn.now - sending.since))
-    replicas.overtaken = replicas.overtaken + 1 if sending.later else 0
+    # Where a buddy takes nothing no network is too slow, and who cannot bring it a part has said so.
+    replicas.overtaken = replicas.overtaken + 1 if sending.later and not sending.step.unsent else 0
     held, seconds = turn.live.held, turn.now - sending.since
     if replicas.overtaken >= OVERTAKEN and seconds > WORTH_TELLING_SECONDS and not held.slow_told:
         held.slow_told = True

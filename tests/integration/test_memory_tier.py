@@ -971,6 +971,40 @@ def test_room_that_is_made_in_time_is_used(
         assert not one.said
 
 
+def test_a_buddy_that_takes_nothing_holds_up_no_later_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes send parts of one step at a time: they would wait for all tries again, of each step."""
+    monkeypatch.setattr(buddies, "_PAUSES_SECONDS", (0.2,) * 1000)
+    size = sum(map(len, SMALL[0].values()))
+    with nodes(tmp_path, 1) as (one,), nodes(tmp_path / "tight", 1, budget_bytes=size) as (tight,):
+        one.tier.open_epoch(RUN, 1, 0, [tight.tier.address])
+        first, second, third = (manifest_of(f"step-{step}.e1.1", {0: SMALL[0]}) for step in (10, 20, 30))
+        one.writes(first, 0, SMALL[0])
+        tight.holds(first.name, 0)
+        one.writes(second, 0, SMALL[0])
+        one.wait_for(lambda: one.said, 30)
+        assert [held.unsent for held in one.tier.held()] == [False, False]
+        one.writes(third, 0, SMALL[0])
+        one.wait_for(lambda: [held.unsent for held in one.tier.held()] == [False, True, True], 30)
+        # It is tried all the same, and comes there as soon as it can.
+        tight.tier.keep(RUN, 2, [])
+        tight.holds(third.name, 0)
+        one.wait_for(lambda: [held.unsent for held in one.tier.held()] == [False, True, False], 30)
+
+
+def test_nor_does_one_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a firewall a try alone takes long: none is waited for, once it is known."""
+    monkeypatch.setattr(buddies, "_PAUSES_SECONDS", (0.1,))
+    monkeypatch.setattr(wire, "PATIENCE_SECONDS", 0.3)
+    with nodes(tmp_path, 1) as (one,), unreachable() as address:
+        one.tier.open_epoch(RUN, 1, 0, [address])
+        first, second = (manifest_of(f"step-{step}.e1.1", {0: SMALL[0]}) for step in (10, 20))
+        one.writes(first, 0, SMALL[0])
+        one.wait_for(lambda: [held.unsent for held in one.tier.held()] == [True], 30)
+        monkeypatch.setattr(wire, "PATIENCE_SECONDS", 600.0)
+        one.writes(second, 0, SMALL[0])
+        one.wait_for(lambda: [held.unsent for held in one.tier.held()] == [True, True], 30)
+
+
 def test_what_waits_to_be_sent_again_may_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -143,6 +143,22 @@ def test_people_hear_once_that_replicas_do_not_keep_up(seconds: float) -> None:
         assert "(step-30.e1.1 took 2.0 s): the loss of a node costs the steps of up to 4.0 s" in job.notices
 
 
+def test_a_buddy_that_takes_nothing_makes_no_network_too_slow() -> None:
+    """Its own line has the cause, and no bandwidth would help."""
+    job, (one, two) = started(2)
+    newest = in_memory(job, 10)
+    for node, rank in ((one, 0), (two, 1)):
+        told(node, newest, rank)
+    for step in range(20, 90, 10):
+        sent, newest = newest, in_memory(job, step)
+        job.now += 2.0
+        told(one, newest, 0)
+        told(two, newest, 1)
+        told(two, sent, 0, 1)
+        assert told(two, sent, 0, 1, unsent=True)[0] == newest.ref.digest
+    assert "memory checkpoints are made faster" not in job.notices
+
+
 def test_a_leaver_waits_until_a_new_master_has_heard_all_that_it_holds() -> None:
     """Its drain may be on the record of the old one already, and what it holds is not."""
     job, nodes = started(3)
