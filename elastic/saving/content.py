@@ -83,6 +83,7 @@ class Own:
 
     content: Content
     tier: Disk
+    drain: bool = False
     name: str = ""
     written: bool = False
     # Files of this rank's whose checksums are known.
@@ -95,3 +96,8 @@ class Own:
     def path(self) -> Path:
         """The checkpoint's directory, once it has a name."""
         return self.tier.store.path(self.name)
+
+    @property
+    def for_disk(self) -> bool:
+        """Whether it is to be on the disk in the end: what a drain leaves in memory the agents bring there, too."""
+        return not self.tier.in_memory or self.content.make_durable or self.drain

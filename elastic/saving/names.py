@@ -72,7 +72,9 @@ class Names:
                 if create_directory:
                     own.tier.create(str(name))
                 said["name"] = str(name)
-                said["bests"] = [None if one is None else asdict(one) for one in best_as_of(str(name), metric)]
+                # What is in memory alone may be gone at any time: the best of before must go on being kept.
+                counted = metric if own.for_disk else None
+                said["bests"] = [None if one is None else asdict(one) for one in best_as_of(str(name), counted)]
         # The other ranks must hear of every error before they are in a collective of their own.
         except Exception as error:
             said["error"] = trouble(error, store.run_dir)

@@ -126,7 +126,7 @@ class Saver:
             SaveError: ``write`` failed on some rank, and not for lack of disk or memory: a mistake, which every later
                 save would repeat. Raised on all ranks.
         """
-        own, began = Own(content, self._tier(in_memory)), time.monotonic()
+        own, began = Own(content, self._tier(in_memory), drain), time.monotonic()
         try:
             with self._together(own, drain):
                 self._names.choose(own, self.bests.as_of, create_directory=create_directory)
@@ -197,7 +197,7 @@ class Saver:
         """
         if self._under_way is not None:
             raise RuntimeError(f"{self._under_way.own.name} is being saved; settle that first")
-        own, began = Own(content, self._tier(in_memory)), time.monotonic()
+        own, began = Own(content, self._tier(in_memory), drain), time.monotonic()
         try:
             files, copied = self._stage(own, state, waits=waits)
         except Failed as failure:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from dalsegno.elastic import background
-from dalsegno.elastic.checkpoint import MANIFEST, SHARDED, CheckpointStore, Manifest, Position, verify
+from dalsegno.elastic.checkpoint import MANIFEST, SHARDED, CheckpointStore, Manifest, Position, Tracked, verify
 from dalsegno.elastic.checkpoint import files as reading
 from dalsegno.elastic.checkpoint.parts import part_path, parts_directory, read_parts, write_part
 from dalsegno.elastic.checkpoint.spares import keep_spares
@@ -925,6 +925,43 @@ def test_a_drain_goes_to_memory_if_all_agents_that_speak_of_it_say_so(
         return Saves(identity, group, link, None, 0).drains_to_memory()
 
     assert together(2, one) == [where, where]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+def test_what_is_in_memory_alone_is_never_the_best(tmp_path: Path, waits: bool) -> None:
+    """Else no later commit would name the best one of those on the disk, which the master then deletes."""
+    job = Job(tmp_path, 2)
+
+    def work(saver: Saver, group: Threads) -> list[tuple[float | None, str]]:
+        saver.bests.tracked = Tracked("loss")
+        found = []
+
+        def saved(step: int, metric: float | None, **options: Any) -> None:
+            in_memory, what = options.get("in_memory", False), replace(content(step), metric=metric)
+            options = {"drain": False, **options}
+            if in_memory and not waits:
+                saver.begin(what, background(lambda: files_of(group.rank, step)), lambda: None, **options)
+                ended = saver.settle()
+                assert ended is not None
+                manifest = Manifest.read(job.memory(group.rank) / ended[1].name)
+            else:
+                made = saver.save(what, writes(group.rank, step), create_directory=True, **options)
+                assert made is not None
+                manifest = made
+            assert manifest.best is not None
+            found.append((manifest.metric, manifest.best.name))
+
+        saved(5, 2.0)
+        saved(6, 1.0, in_memory=True)
+        assert saver.bests.best is not None
+        assert saver.bests.best.name == "step-5.e3.1"
+        assert saver.improves(1.5)
+        saved(7, None)
+        saved(8, 1.0, in_memory=True, drain=True)
+        return found
+
+    best, last = "step-5.e3.1", "step-8.e3.1"
+    assert job.run(work) == [[(2.0, best), (1.0, best), (None, best), (1.0, last)]] * 2
 
 
 @dataclass
