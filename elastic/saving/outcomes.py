@@ -68,7 +68,7 @@ class Outcomes:
         """It is sealed: what the next saves are compared with."""
         in_memory, content = own.tier.in_memory, own.content
         self.bests.note(ref.name, content.best, awaits_disk=in_memory and content.make_durable)
-        self.saved.note(content.step, ref, in_memory=in_memory)
+        self.saved.note(content.step, ref, in_memory=in_memory, for_disk=own.for_disk)
         if in_memory and self._identity.rank == 0:
             self._note_best(self.bests.best)
 

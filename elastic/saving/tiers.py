@@ -276,13 +276,14 @@ class LastSaves:
     """The last checkpoints of a session, on the disk and in memory, and what was said of those that failed."""
 
     def __init__(self) -> None:
-        self._last: dict[bool, tuple[int, Ref]] = {}
+        # With the step, and whether it is to be on the disk in the end.
+        self._last: dict[bool, tuple[int, Ref, bool]] = {}
         # What was said, on rank 0, since a save to memory succeeded: of those for the disk, and of the others.
         self._said: set[bool] = set()
 
-    def note(self, step: int, ref: Ref, *, in_memory: bool) -> None:
-        """It is sealed."""
-        self._last[in_memory] = step, ref
+    def note(self, step: int, ref: Ref, *, in_memory: bool, for_disk: bool = True) -> None:
+        """It is sealed. ``for_disk``: it is there, or the agents bring it there."""
+        self._last[in_memory] = step, ref, for_disk
         if in_memory and self._said:
             self._said.clear()
             remark("step %d was saved in memory again", step)
@@ -301,7 +302,9 @@ class LastSaves:
             self._said.add(make_durable)
         return not known
 
-    def of(self, step: int, *, in_memory: bool = False) -> Ref | None:
-        """The checkpoint of this step, if it is the last one there."""
+    def of(self, step: int, *, in_memory: bool = False, for_disk: bool = False) -> Ref | None:
+        """The checkpoint of this step, if it is the last one there; ``for_disk``: and if it is to come to the disk."""
         last = self._last.get(in_memory)
-        return last[1] if last is not None and last[0] == step else None
+        if last is None or last[0] != step or (for_disk and not last[2]):
+            return None
+        return last[1]

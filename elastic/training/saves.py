@@ -213,9 +213,9 @@ class Saves:
         """See `Saver`."""
         return self.saver is not None and self.saver.apart
 
-    def of(self, step: int, *, in_memory: bool = False) -> Ref | None:
-        """The checkpoint of this step, if it is the last one there."""
-        return None if self.saver is None else self.saver.saved.of(step, in_memory=in_memory)
+    def of(self, step: int, *, in_memory: bool = False, for_disk: bool = False) -> Ref | None:
+        """The checkpoint of this step, if it is the last one there; see `LastSaves`."""
+        return None if self.saver is None else self.saver.saved.of(step, in_memory=in_memory, for_disk=for_disk)
 
     def left_as(self, step: int) -> tuple[Ref, bool]:
         """What a drained step is saved as, with no name if it is not, and whether that is in memory."""
@@ -296,7 +296,10 @@ class Saves:
             # Who writes which part, and who seals, the master says.
             content, in_memory = replace(content, make_durable=False), False
         in_memory = self.drains_to_memory() if drain else in_memory
-        saved = self.of(content.step) or (self.of(content.step, in_memory=True) if in_memory else None)
+        # What was saved for the case of a crash alone comes to no disk, and is not the best: then it is saved anew.
+        for_disk = content.make_durable or (drain and content.metric is not None)
+        there = self.of(content.step, in_memory=True, for_disk=for_disk) if in_memory else None
+        saved = self.of(content.step) or there
         for place in [True, False] if in_memory and drain else [in_memory]:
             if saved is not None:
                 break

@@ -48,6 +48,8 @@ class Agent:
 
     ending: int = 0
     alive: bool = True
+    drain: bool = False
+    to_memory: bool = False
     said: list[worker_pb2.ToAgent] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
 
@@ -925,6 +927,59 @@ def test_a_drain_goes_to_memory_if_all_agents_that_speak_of_it_say_so(
         return Saves(identity, group, link, None, 0).drains_to_memory()
 
     assert together(2, one) == [where, where]
+
+
+def saves_of(job: Job, group: Threads) -> Saves:
+    identity = job.identity(group.rank)
+    agent: Any = job.agents[identity.group_rank]
+    return Saves(identity, group, agent, None, 0)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+def test_a_step_in_memory_that_is_wanted_on_the_disk_is_saved_anew(tmp_path: Path, waits: bool) -> None:
+    """What was saved for the case of a crash alone nobody brings there. Once it is for the disk, it stays that."""
+    job = Job(tmp_path, 2)
+
+    def one(group: Threads) -> list[str]:
+        with closing(saves_of(job, group)) as saves:
+
+            def saved(make_durable: bool) -> str:
+                write: Any = writes(group.rank) if waits else background(lambda: files_of(group.rank))
+                options: Any = {"create_directory": True, "wait": True, "drain": False, "in_memory": True}
+                ref = saves.save(replace(content(), make_durable=make_durable), write, **options)
+                assert ref is not None
+                return ref.name
+
+            return [saved(wanted) for wanted in (False, False, True, True, False)]
+
+    alone, wanted = "step-5.e3.1", "step-5.e3.2"
+    assert together(2, one) == [[alone, alone, wanted, wanted, wanted]] * 2
+    for agent in job.agents:
+        assert [(one.name, one.make_durable) for one in agent.of("sealed")] == [(alone, False), (wanted, True)]
+
+
+@pytest.mark.parametrize("metric", [None, 1.0])
+def test_a_drain_with_a_metric_does_not_end_in_what_has_none(tmp_path: Path, metric: float | None) -> None:
+    """What is in memory alone is not the best: the drain's save of the same step may be."""
+    job = Job(tmp_path, 2)
+    for agent in job.agents:
+        agent.drain = agent.to_memory = True
+
+    def one(group: Threads) -> list[str]:
+        with closing(saves_of(job, group)) as saves:
+            assert saves.saver is not None
+            saves.saver.bests.tracked = Tracked("loss")
+            found = []
+            for drain in (False, True, True):
+                options: Any = {"create_directory": True, "wait": True, "drain": drain, "in_memory": True}
+                ref = saves.save(replace(content(), metric=metric), writes(group.rank), **options)
+                assert ref is not None
+                best = Manifest.read(job.memory(group.rank) / ref.name).best
+                found.append(f"{ref.name} {best.name if best is not None else ''}")
+            return found
+
+    alone, drained = "step-5.e3.1 ", "step-5.e3.2 step-5.e3.2"
+    assert together(2, one) == [[alone, *([alone] * 2 if metric is None else [drained] * 2)]] * 2
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
