@@ -156,10 +156,20 @@ def tell_gathering(decision: Decision) -> None:
 
 def keep(decision: Decision, anew: bool = False) -> None:
     """Drops what nobody needs any more, if that has changed, or `anew`."""
-    state, wanted = decision.state, still_wanted(decision.state)
-    if anew or (state.started, wanted) != state.memory.kept:
-        state.memory.kept = (state.started, wanted)
-        decision.do(ev.KeepInMemory(state.started, wanted))
+    state, kept = decision.state, (newest_epoch(decision.state), still_wanted(decision.state))
+    if anew or kept != state.memory.kept:
+        state.memory.kept = kept
+        decision.do(ev.KeepInMemory(*kept))
+
+
+def newest_epoch(state: AgentState) -> int:
+    """Of older epochs only what is still wanted stays.
+
+    Who stands by fetches with each change what the next world begins with, and may have no part in any: so the worlds
+    of others count, too. A leaver keeps what it has: it is there for nothing else.
+    """
+    stands_by = state.place.order is not None and state.workers is Workers.NONE and state.leave is None
+    return max(state.started, state.open_epoch) if stands_by else state.started
 
 
 def tell(decision: Decision, event: ev.HeldChanged) -> None:

@@ -83,6 +83,18 @@ def test_a_node_in_place_of_another(jobs: Clusters, undisturbed: Undisturbed, ra
     end(job, undisturbed)
 
 
+def test_a_spare_forgets_what_worlds_began_with(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """It fetches the first part with each change, and none of the worlds is its own: its memory would fill."""
+    job, first = four(jobs)
+    job.start("new")
+    job.wait_line("new is a spare")
+    os.kill(job.worker_pid(job.member(2)), signal.SIGKILL)
+    job.wait_world(4, after=first)
+    wait_durable(job, HELD)
+    job.wait_for(lambda: not parts_of(job, job.node("new")), "the spare to forget it", 30)
+    end(job, undisturbed)
+
+
 @pytest.mark.parametrize("training", [FSDP, ZERO1])
 def test_nodes_of_two_ranks(jobs: Clusters, undisturbed: Undisturbed, training: Training) -> None:
     """A part is a node's: both of its ranks find theirs there, whoever comes in place of whom."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
 from dalsegno.agent.decisions.decision import is_saved, what_is_unsaved
+from dalsegno.agent.decisions.state import Workers
 from dalsegno.master.brain.checkpoints import in_use_digests, resume_point
 from dalsegno.master.brain.forming import LEAST_QUIET_SECONDS, QUIET_TIMES
 from dalsegno.master.brain.state import Checkpoint, Job, Phase, SaveOrder, Settings, World
@@ -409,6 +411,15 @@ class Ledger:
             "a step that outlives a node is kept",
             f"{agent} drops step {before} of epoch {epoch}, of the others no newer one than {after} outlives a node",
         )
+
+    def takes_more(self, agent: SimAgent, steps: Sequence[control_pb2.Checkpoint]) -> None:
+        """Another step comes into a node's memory, which has these: of worlds that are over only what may be needed."""
+        state = agent.state
+        if state.workers is not Workers.NONE or state.place.order is None or state.leaving:
+            return
+        old = [step for step in steps if step.epoch < state.open_epoch and step.ref.digest not in state.memory.kept[1]]
+        names = ", ".join(step.ref.name for step in old)
+        self.require(not old, "memory is given back", f"{agent.label} holds {names} behind epoch {state.open_epoch}")
 
     def _is_whole(self, job: Job, digest: str, epoch: int) -> bool:
         """Each part of a step in memory is on some node that the master knows."""

@@ -177,6 +177,7 @@ class Memory:
     def keep(self, epoch: int, digests: frozenset[str]) -> None:
         newest = sorted((s for s in self.steps.values() if s.message.epoch == epoch), key=lambda s: s.message.step)
         kept = digests | {step.message.ref.digest for step in newest[-KEPT:]}
+        kept |= {digest for digest, step in self.steps.items() if step.message.epoch > epoch}
         dropped = [known for known in self.steps if known not in kept]
         if not dropped:
             return
@@ -192,6 +193,8 @@ class Memory:
         self._sim.clock.after(self._sim.random.uniform(*between), self._agent.run, call, *args)
 
     def _put(self, message: control_pb2.Checkpoint, history: tuple[tuple[int, int], ...], part: int) -> None:
+        if message.ref.digest not in self.steps:
+            self._sim.ledger.takes_more(self._agent, [one.message for one in self.steps.values()])
         step = self.steps.setdefault(message.ref.digest, Step(message, history))
         step.parts.add(part)
         self._tell(step)

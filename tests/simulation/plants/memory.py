@@ -185,6 +185,13 @@ def keeps_the_newest_only(original: Any) -> Any:
     return kept
 
 
+def counts_its_own_worlds_only(original: Any) -> Any:
+    def newest_epoch(state: AgentState) -> int:
+        return state.started
+
+    return newest_epoch
+
+
 def forgets_what_is_wanted(original: Any) -> Any:
     def to_disk(state: AgentState) -> str:
         return ""
@@ -366,6 +373,9 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             keeps_the_newest_only,
             "a step that outlives a node is kept",
             suits=slowly_copied,
+        ),
+        plant(
+            agents_memory, "newest_epoch", counts_its_own_worlds_only, "memory is given back", suits=in_memory, first=81
         ),
         plant(durable, "heard_of_unrecorded", commits_a_part, "commits are on the disk", suits=in_memory),
         plant(

@@ -531,6 +531,31 @@ def test_what_the_run_may_go_on_from_is_kept() -> None:
     assert agent.did(ev.KeepInMemory)[-1] == ev.KeepInMemory(1, frozenset())
 
 
+@pytest.mark.parametrize("had_a_place", [False, True])
+def test_who_stands_by_forgets_what_older_worlds_left(had_a_place: bool) -> None:
+    """It fetches something with each change, and none of the worlds is its own."""
+    agent = Agent().registered()
+    if had_a_place:
+        agent.running()
+        agent.directed(epoch=1, gather=control_pb2.Gather(round=2, resume=REF), head=STEP)
+        agent.hear(ev.WorkersStopped(1))
+    parts = [control_pb2.HeldPart(group_rank=0, addresses=["10.0.0.2:7"])]
+    agent.directed(epoch=1, gather=control_pb2.Gather(round=2, resume=REF, parts=parts), head=STEP)
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.directed(epoch=2, wait=control_pb2.Wait(round=3), head=STEP)
+    assert agent.did(ev.KeepInMemory)[-1] == ev.KeepInMemory(2, frozenset({REF.digest}))
+    on_disk = control_pb2.Checkpoint(ref=REF, step=6, epoch=1)
+    agent.directed(epoch=2, wait=control_pb2.Wait(round=3), head=on_disk)
+    assert agent.did(ev.KeepInMemory)[-1] == ev.KeepInMemory(2, frozenset())
+
+
+def test_a_leaver_keeps_what_its_world_left() -> None:
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.directed(epoch=2, wait=control_pb2.Wait(reason="until another node has it"))
+    assert agent.did(ev.KeepInMemory)[-1].epoch == 1
+
+
 def test_what_could_not_be_written_is_said_and_tried_again_when_told() -> None:
     agent = Agent().registered().running()
     agent.directed(run=world(), head=STEP, make_durable=control_pb2.MakeDurable(ref=REF))
