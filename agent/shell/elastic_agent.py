@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -335,7 +336,7 @@ class ElasticAgent(LocalElasticAgent):
             self._effects.run_dir(),
             spec.role,
             os.environ,
-            self._effects.memory.directory(world.run_id) if self._effects.memory is not None else None,
+            self._memory_directory(world.run_id),
             self._config.memory_budget_bytes,
         )
         envs: dict[int, Any] = {}
@@ -382,6 +383,11 @@ class ElasticAgent(LocalElasticAgent):
         for worker in worker_group.workers:
             worker.id = pids[worker.local_rank]
         return dict(pids)
+
+    def _memory_directory(self, run_id: str) -> Path | None:
+        """Where the ranks keep memory checkpoints; None: nowhere, as the job's first agent was not to keep any."""
+        memory, wanted = self._effects.memory, self._effects.settings.memory_replicas > 0
+        return memory.directory(run_id) if memory is not None and wanted else None
 
     def _take_late(self, world: control_pb2.World) -> None:
         of_run = self._effects.run_dir(), world, self._origin(world.world_size)

@@ -285,6 +285,24 @@ def test_an_agent_with_the_flag_in_a_job_without(jobs: Clusters, undisturbed: Un
     assert not directories(job)
 
 
+@pytest.mark.full
+def test_who_has_the_flag_keeps_nothing_for_itself_in_a_job_without(jobs: Clusters, undisturbed: Undisturbed) -> None:
+    """The first agent is gone, and the job is as it began: without copies there is nothing to go on from."""
+    steps = {"DALSEGNO_TEST_STEPS": str(EVERY + 1)}
+    job = jobs(nnodes="1:2", agent_flags=("--memory-replicas=0",), agent_environment=steps)
+    first = job.open("a")
+    start_with(job, "b", 1)
+    second = job.wait_world(2, after=first)
+    job.leave(job.node("a"))
+    job.wait_exit(job.node("a"))
+    third = job.wait_world(1, after=second)
+    job.wait_step((job.change(third).resumed // EVERY + 1) * EVERY)
+    job.wait_standing()
+    assert not list((root_of_user() / job.job).glob("*/run-0001/step-*"))
+    end(job, undisturbed)
+    job.assert_lost({})
+
+
 # ---- damage ---------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.mailbox import Mailbox
+from dalsegno.protos import control_pb2
 
 # Of torch 2.11 and older at the end and on a signal; of later ones.
 CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -45,6 +46,18 @@ def test_it_ends_with_every_version_of_torch(
     agent._shutdown(*given, **more)
     assert agent.killed_by == signal.SIGKILL  # type: ignore[attr-defined]
     assert all(getattr(agent, name).close.called for name in rest)
+
+
+@pytest.mark.parametrize(("replicas", "given", "told"), [(1, True, "dir"), (0, True, None), (1, False, None)])
+def test_ranks_keep_memory_checkpoints_where_the_job_does(replicas: int, given: bool, told: str | None) -> None:
+    """Its own flag makes a node's memory: in a job without there would be no copies."""
+    agent = object.__new__(ElasticAgent)
+    agent._effects = MagicMock()
+    agent._effects.settings = control_pb2.Settings(memory_replicas=replicas)
+    agent._effects.memory.directory.return_value = "dir"  # type: ignore[union-attr]
+    if not given:
+        agent._effects.memory = None
+    assert agent._memory_directory("run-0001") == told
 
 
 def test_an_exit_is_told_whatever_becomes_of_what_was_saved_last() -> None:
