@@ -322,7 +322,7 @@ MEMORY_PLANTS: dict[str, Plant] = dict(
             looks_for_nothing,
             "no held step is skipped",
             suits=lambda plan: plan.forgetful,
-            first=6040,
+            first=18400,
         ),
         plant(places, "of_members", forgets_the_buddies, "parts have copies", suits=by_place),
         plant(
