@@ -9,18 +9,22 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dalsegno.protos.contract import Variable
 
 from ..rank.exits import insist
 from ..rank.remarks import show
 from ..saving.declared import is_engine
-from .findings import Facts, findings, kinds_of
+from .findings import Facts, findings, kinds_of, loads_anywhere
 from .in_forward import ForwardWatch, watch_forward
+
+if TYPE_CHECKING:
+    from ..saving.background_save import Background
+    from .session import BareSession
 
 
 class Examined(SystemExit):
@@ -145,6 +149,37 @@ class Examination:
         elif self._begins:
             for line in lines:
                 show(line)  # the agent shows what is printed, not what is logged
+
+
+def learn_loop(
+    session: BareSession,
+    save: Callable[[Path], None] | Background | None,
+    save_every: int,
+    options: Mapping[str, Any],
+    data: str,
+) -> None:
+    """Collects what people should know of a loop of `steps` before its first step.
+
+    Args:
+        session: The process's.
+        save, save_every, options: What it saves with, as ``BareSession.save`` takes it, and how often in steps.
+        data: What is known of the data's position.
+    """
+    strategy, anywhere, cut = options["strategy"], options["any_world_size"], options["cut"]
+    session.examination.learn(
+        strategy=strategy,
+        saves=save is not None,
+        save_every=save_every,
+        any_world_size=loads_anywhere(strategy) if anywhere is None else anywhere,
+        reshards=bool(getattr(save, "reshards", False)),
+        data=data,
+        fixed_micro_batch=cut is not None and cut.micro_batch_size is not None,
+        seeded=cut is not None and cut.seed is not None,
+    )
+    engine = getattr(save, "engine", None)
+    if engine is not None:
+        session.examination.learn_engine(engine)
+        session.copies.know(engine)
 
 
 def _is_unwrapped(model: Any) -> bool:

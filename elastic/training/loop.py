@@ -15,14 +15,14 @@ from ..data.sampler import check_order
 from ..rank.agreement import PART, Trouble
 from ..rank.exchange import MAX_STEPS_APART, Boundary
 from ..rank.meetings import is_mistake
-from ..rank.remarks import remark
 from ..saving.background_save import Background
 from ..saving.cadence import checked
 from ..saving.declared import strategy_of
 from ..saving.resuming import check_strategy
 from . import saves
 from .bounds import check_data_epochs, check_steps
-from .findings import loads_anywhere
+from .examination import learn_loop
+from .left_loops import Due, LeftLoop, say_what_was_left
 from .left_schedules import ScheduleWatch
 from .memory import MemorySaves
 from .rehearsal import rehearse, what_is_saved
@@ -82,7 +82,7 @@ def steps(
     ends when ``max_steps`` are done or some rank has no more data. It then saves if the last step is not saved, and the
     agent learns that the training finished. If the world is about to change, the ranks save at one boundary and the
     process ends with ``Drained`` (exit code 83). After a ``break`` the script decides: call ``session.finish()`` if the
-    training is done.
+    training is done. What was to be saved at the step of the ``break`` that does, or the next loop as it begins.
 
     Args:
         session: The process's.
@@ -124,7 +124,7 @@ def steps(
         source = _source(session, data, first, options, advanced=advanced)
         if save is not None:
             save = _saved_too(session, data, source, save, options, advanced=advanced)
-    _learn(session, given if save is None else save, save_every, options, knows(told, advanced=advanced))
+    learn_loop(session, given if save is None else save, save_every, options, knows(told, advanced=advanced))
     run = _Run(session, given, told, save, cadence, position, metric, options)
     return _loop(session, source, run, max_steps, seed)
 
@@ -187,7 +187,7 @@ def _source(
     begins = session.step == (0 if resume is None else resume.step)
     if not begins and not advanced:
         check_goes_on(first)
-    _say_what_was_left(session, first)
+    say_what_was_left(session, first)
     if resume is None or not begins:
         return source_of(data, first, None, session.rank, session.world_size, advanced=advanced)
     if order is not None and resume.manifest.order is not None:
@@ -200,16 +200,6 @@ def _source(
         problem = source.go_on()
         session.compare({}, problem=problem, final=source.failure is None or is_mistake(source.failure))
     return source
-
-
-def _say_what_was_left(session: BareSession, first: Unknown[Any] | None) -> None:
-    """Says that nobody knows whether a step was trained before a ``break``; only `Batches` know it."""
-    if session.left_in_a_step and first is not None and first.batches is None and session.rank == 0:
-        remark(
-            "the previous loop was left in step %d, which does not count, because nobody knows whether it was trained: "
-            "if it was, this run makes one step more than it counts; leave the loop by max_steps=, or give Batches",
-            session.step + 1,
-        )
 
 
 def _saved_too(
@@ -232,31 +222,6 @@ def _saved_too(
     if session.resume is None and not advanced and session.rank == 0:
         say_what_cannot_resume(source, data, session.world_size)
     return saved_with(save, source, session.rank)
-
-
-def _learn(
-    session: BareSession,
-    save: Callable[[Path], None] | Background | None,
-    save_every: int,
-    options: Mapping[str, Any],
-    data: str,
-) -> None:
-    """Collects what people should know of this loop before its first step."""
-    strategy, anywhere, cut = options["strategy"], options["any_world_size"], options["cut"]
-    session.examination.learn(
-        strategy=strategy,
-        saves=save is not None,
-        save_every=save_every,
-        any_world_size=loads_anywhere(strategy) if anywhere is None else anywhere,
-        reshards=bool(getattr(save, "reshards", False)),
-        data=data,
-        fixed_micro_batch=cut is not None and cut.micro_batch_size is not None,
-        seeded=cut is not None and cut.seed is not None,
-    )
-    engine = getattr(save, "engine", None)
-    if engine is not None:
-        session.examination.learn_engine(engine)
-        session.copies.know(engine)
 
 
 def _saving(
@@ -285,37 +250,30 @@ def _loop(
     run.rehearse()
     ready = session.meet(ahead()) > 0
     session.restore_rng(seed)
+    before, session.loop = session.loop, (loop := LeftLoop(session, run))
+    if before is not None:
+        # With the generators as they are now: who resumes from there begins with this loop.
+        run.owes(before.make_up())
     while ready:
         batch = run.begins(source.take())
         # The step that begins now counts as one of those that are left.
         limit = MAX_STEPS_APART if max_steps is None else min(MAX_STEPS_APART, max_steps - session.step - 1)
         session.begin_step(source.ahead(limit))
+        loop.begins(batch)
         ended = False
         try:
             yield batch
             ended = True
         finally:
             if not ended:
-                found = batch_in(batch)
-                session.abandon_step(trained=found is not None and found.trained)
+                loop.leave()
+        if loop.ends():
+            return
         run.took(batch)
         ready = run.at(session.end_step())
         if ready:
             run.look()
     run.finish()
-
-
-@dataclass(frozen=True)
-class _Due:
-    """What happens behind a step: all ranks save and leave, or save to the disk, or to memory."""
-
-    drain: bool = False
-    to_disk: bool = False
-    to_memory: bool = False
-
-    @property
-    def any(self) -> bool:
-        return self.drain or self.to_disk or self.to_memory
 
 
 class _Run:
@@ -338,7 +296,7 @@ class _Run:
         session.reports.saves_nothing = save is None
         # Where nothing is saved, nothing is lost by that alone.
         self._whole = None if save is None else WholeSteps(session, save)
-        self._late, self._within = _Due(), False
+        self._late, self._within = Due(), False
         self._survival = Survival(session, save, options, wanted=save is not None and bool(cadence.memory_every))
         # The position that the data give, or else the resume point's.
         says, resume = getattr(data, "position", None), session.resume
@@ -362,7 +320,7 @@ class _Run:
         if found is not None:
             found.check_complete()
             self._learn(found)
-        self._position = getattr(found or batch, "position_after", self._position)
+        self.passes(batch)
         step = self._session.step + 1
         # Until an optimizer steps a rank holds the boundary before, which is whole.
         self._within = self._whole is not None and self._whole.boundary(step)
@@ -370,6 +328,15 @@ class _Run:
             return
         # The step's work is done. What follows are agreements and saves, which change nothing of the training.
         self._survival.mark(step, self._place())
+
+    def passes(self, batch: Any) -> None:
+        """See `LoopRun`."""
+        self._position = getattr(batch_in(batch) or batch, "position_after", self._position)
+
+    @property
+    def stepped(self) -> bool:
+        """See `LoopRun`."""
+        return self._whole is None or self._whole.stepped
 
     def look(self) -> None:
         """Behind a boundary at which the loop goes on. Collective."""
@@ -401,11 +368,32 @@ class _Run:
             lacks = self._memory.at(step, saved=False, here=False)
             self._late = replace(due, to_disk=due.to_disk or lacks)
             return True
-        self._late = _Due()
+        self._late = Due()
         if due.drain:
             self._drain(step)
         self._save_between(step, due)
         return True
+
+    def make_up(self, *, behind: bool) -> Due:
+        """See `LoopRun`."""
+        step, whole = self._session.step, self._whole
+        due = replace(self._due_at(Boundary(step)) if behind else self._late, drain=False)
+        if behind and whole is not None:
+            whole.boundary(step)
+        if whole is not None and due.any and not self._session.worth_saving and whole.put_off(True, drain=False):
+            return due
+        if behind or due.any:
+            self._save_between(step, due)
+        if self._memory.on:
+            # The next loop knows nothing of a save that this one has begun.
+            self._session.settle()
+            if self._memory.at(step, saved=False, here=False):
+                self._save(self._value)
+        return Due()
+
+    def owes(self, late: Due) -> None:
+        """See `LoopRun`."""
+        self._late = late
 
     def _drain(self, step: int) -> None:
         """Saves and ends this process, if the save has not failed."""
@@ -417,7 +405,7 @@ class _Run:
         else:
             self._session.drain_failed()
 
-    def _save_between(self, step: int, due: _Due) -> None:
+    def _save_between(self, step: int, due: Due) -> None:
         """What is due between two changes, on the disk or in memory. With a drain the step is saved already."""
         to_disk = due.to_disk and not due.drain
         metric = self._measure() if to_disk else None
@@ -430,10 +418,10 @@ class _Run:
         if self._memory.at(step, saved=due.drain or to_disk, late=late, to_disk=through_memory):
             self._save(metric, wait=False)
 
-    def _due_at(self, boundary: Boundary) -> _Due:
+    def _due_at(self, boundary: Boundary) -> Due:
         """What is due here, or was at an earlier boundary. On all ranks alike."""
         late, step, owed = self._late, boundary.step, self._memory.owes()
-        return _Due(
+        return Due(
             boundary.drain or late.drain,
             late.to_disk or owed or self._due(step) or (boundary.save and self._write is not None),
             late.to_memory or self._memory.is_due(step),

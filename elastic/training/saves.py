@@ -69,6 +69,7 @@ def end_training(
     if save is not None:
         _await_best(session, BEST_WAIT_SECONDS)
         save_at_last(session, save)
+    session.loop = None  # Nothing of it is left to be done.
     session.finish()
 
 
@@ -327,6 +328,18 @@ class Saves:
         """Alone: deletes what need not stay."""
         if self._identity.alone and self._identity.rank == 0 and self.store is not None:
             prune(self.store, self._identity, self._resume, self.keep)
+
+    def say_unsaved(self, step: int) -> None:
+        """Says at the end of a training that its last step is in no checkpoint, where an earlier one is."""
+        before = None if self.saver is None else self.saver.saved.last
+        if self._identity.rank or before is None or before >= step:
+            return
+        remark(
+            "the training is finished at step %d, and its last checkpoint is of step %d: what was trained since is in "
+            "none, unless the script has saved it by itself; call session.save(...) before session.finish()",
+            step,
+            before,
+        )
 
     def note_the_end(self, step: int) -> None:
         """Alone: notes in the directory that the training is finished."""

@@ -16,11 +16,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dalsegno.protos import worker_pb2
 
-from ..checkpoint import Best, Cut, LocalLock, Order, Position, Ref, Tracked
+from ..checkpoint import Cut, LocalLock, Order, Position, Ref
 from ..rank.clearing import Unstepped
 from ..rank.collective import Collective, Pending
 from ..rank.exchange import Boundary, Exchange, Flags
@@ -42,9 +42,13 @@ from ..saving.tracking import Tracking
 from .copies import Copies
 from .examination import Examination, refuse_to_go_on
 from .findings import loads_anywhere
+from .measures import Measures
 from .opening import refuse, restore_rng
 from .saves import Saves
 from .staying import way_out
+
+if TYPE_CHECKING:
+    from .left_loops import LeftLoop
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +58,7 @@ T = TypeVar("T")
 DRAIN_PAUSE_SECONDS, MAX_DRAIN_PAUSE_SECONDS = 2.0, 60.0
 
 
-class BareSession:
+class BareSession(Measures):
     """Made by ``session()``, once per process. Main thread only.
 
     Attributes:
@@ -66,6 +70,7 @@ class BareSession:
         closed: `close` was called: this process may open another session.
         examination: What is known of this training, for people; ends with the first ``meet``.
         meetings: How all ranks end where one of them refuses.
+        loop: The loop of `steps` that goes on, or was left last.
         copies: What all ranks have a copy of: compared before the first step, and right behind it.
         saves: What is saved where.
         survivor: What this rank saves by itself when it has lost its peers.
@@ -98,6 +103,7 @@ class BareSession:
         self.unstepped = Unstepped()
         self._notice = notice
         self.left_in_a_step = self.closed = False
+        self.loop: LeftLoop | None = None
         self.may_stay: Callable[[], bool] = bool
         self.reports = Reports(link, count_steps(identity, self.step))
         self.survivor = Survivor(identity, link, None if resume is None else resume.ref, self.reports)
@@ -170,61 +176,6 @@ class BareSession:
         call ``leave_drained``, or ``drain_failed`` if the save failed.
         """
         return self._collective.max([int(self._wants_drain)])[0] > 0
-
-    @property
-    def best(self) -> Best | None:
-        """The best checkpoint so far by the tracked metric, never pruned, alike on all ranks; None: none is saved."""
-        return self.tracking.best
-
-    def track(self, metric: str, *, mode: str = "min", min_delta: float = 0.0) -> None:
-        """Tracks a metric: from now on the best checkpoint by it is known, kept, and noted in ``best.json``.
-
-        The best checkpoint as of the resume point still counts, if its metric and mode are the same.
-
-        Args:
-            metric: Its name. Values come from ``improved``, or with a save.
-            mode: ``"min"`` or ``"max"``.
-            min_delta: How much better a value must be.
-
-        Raises:
-            ValueError: ``mode`` is another one, or ``min_delta`` is negative.
-        """
-        self.tracking.track(Tracked(metric, mode, min_delta))
-
-    def improved(self, value: float) -> bool:
-        """Whether the present step is the best so far by the tracked metric; if so it is saved at its end. Collective.
-
-        Rank 0's value decides, for all ranks. It is compared with the best checkpoint's or, if there is no directory
-        and so no checkpoint, with the best value so far.
-
-        Raises:
-            RuntimeError: Nothing is tracked.
-        """
-        if self.meetings.over and not self.can_save:
-            return self.tracking.measured(value, None, together=False)
-        # A call in the loop's body is about the step that has begun, which is counted when it ends.
-        return self.tracking.improved(value, self.step + self._exchange.under_way)
-
-    def measured(self, value: float) -> bool:
-        """Takes the tracked metric of the last step that is done, if it was not computed before. Collective.
-
-        Rank 0's value decides, for all ranks. After the end of training it is each rank's own, and not collective.
-
-        Returns:
-            Whether it is the best so far. If the step is saved already (as the resume point is), later checkpoints name
-            it; otherwise save it now, with this metric.
-
-        Raises:
-            RuntimeError: Nothing is tracked.
-        """
-        if not self.meetings.over:
-            self.settle()
-        return self.tracking.measured(value, self.saves.of(self.step), together=not self.meetings.over)
-
-    @property
-    def worth_saving(self) -> bool:
-        """Whether ``improved`` said so of the step that has just ended, on all ranks."""
-        return self.tracking.is_worth_saving(self.step)
 
     def steps(self, data: Iterable[T], **options: Any) -> Iterator[T]:
         """The training loop: hands out one batch per optimizer step. See ``loop.steps`` for the options."""
@@ -315,6 +266,11 @@ class BareSession:
         self._step += int(trained and self._exchange.under_way)
         self.left_in_a_step = not trained
         self._exchange.abandon()
+
+    def count_left_step(self) -> None:
+        """The step that was given up last was complete, as is known now: it counts."""
+        self._step += int(self.left_in_a_step)
+        self.left_in_a_step = False
 
     def save(
         self,
@@ -431,12 +387,26 @@ class BareSession:
         raise Drained if holds is None else Stays(holds)
 
     def finish(self) -> None:
-        """Tells the agent that the training reached its end on all ranks. Collective; repeating it does no harm."""
+        """Ends the training on all ranks, and tells the agent. Collective; repeating it does no harm.
+
+        In the body of a loop of `steps` it ends the step, whose work is done, and the loop. There, and behind such a
+        loop that was left, the last step is saved if it is not. A loop of one's own saves before.
+
+        Raises:
+            SaveError, Unlike: As at the end of `steps`.
+            Refusal: Another rank trains on.
+        """
         if self.meetings.over:
             return
         refuse_to_go_on()
+        if self.loop is not None:
+            self.loop.close_step()
         self._exchange.finish()
+        if self.loop is not None:
+            self.loop.finish()
+            return
         self.settle()
+        self.saves.say_unsaved(self.step)
         self.reports.send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
         if self.alone:
             self._notice.release()  # nothing is left to save: the script may be stopped like any program
@@ -447,6 +417,7 @@ class BareSession:
     def close(self) -> None:
         """Leaves the session's group and the agent's socket, for scripts that go on doing other things."""
         self.meetings.over = self.closed = True
+        self.loop = None
         self._notice.release()
         self.saves.close()
         self._exchange.close()

@@ -42,6 +42,11 @@ class WholeSteps:
         self._at, self._seconds = time.monotonic(), 0.0
         self._said = False
 
+    @property
+    def stepped(self) -> bool:
+        """An optimizer has begun a step since the last boundary, or none is known."""
+        return self._seen.stepped
+
     def boundary(self, step: int) -> bool:
         """Step ``step`` is done. Returns whether an optimizer goes on behind it with what it has by now."""
         self._boundaries += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.integration.test_mistakes_ranks import Came, Told, come_once
 from tests.support.pages.mistakes import Comes, brings
 from tests.support.workers import copies_worker
+from tests.support.workers.zero_runs import run_world
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.full]
 
@@ -101,6 +103,10 @@ CASES = {
     "left": Told("looped", {"leave": 2}),
     "left at its end": Told("looped", {"leave": 3, "max_steps": 3}),
     "left at its end, again": Told("looped", {"max_steps": 4}, after="left at its end"),
+    "left, finished within": Told("looped", {"leave": 3, "finish": "within"}),
+    "left, finished within, uneven": Told("looped", {"leave": 3, "finish": "within", "save_every": 0}),
+    "left, finished behind": Told("looped", {"leave": 3, "finish": "behind"}),
+    "left, a list, finished within": Told("listed", {"leave": 3, "finish": True}),
     "left, the same generator": Told("looped", {"leave": 2, "around": "generator", "again": "the same"}),
     "left, another one": Told("looped", {"leave": 2, "around": "generator"}),
 }
@@ -287,6 +293,74 @@ def test_batches_behind_something_are_resumed(came: dict[str, Came], name: str) 
 def test_a_loop_that_was_left_behind_a_step_has_made_it(came: dict[str, Came], name: str) -> None:
     """The second one trains what is left, each sample once."""
     assert sorted(sample for step in came[name].steps for sample in step) == list(range(40))
+
+
+@brings(
+    "`break` at a step that was to be saved, and a second loop",
+    Comes.BITWISE,
+    "the second loop begins with that save",
+)
+def test_what_was_due_at_a_break_is_saved(came: dict[str, Came]) -> None:
+    """With as much as the step would have been saved with, had the loop gone on."""
+    assert [(one.step, one.position.samples) for one in came["left"].sealed()] == [(2, 24), (4, 0)]
+
+
+@brings(
+    "a loop that is left with `s.finish(); break`, or by a `break` with `s.finish()` behind the loop",
+    Comes.BITWISE,
+    "the step whose work is done counts, and is saved if it is not: nothing that was trained is lost",
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "left, finished within",
+        "left, finished within, uneven",
+        "left, finished behind",
+        "left, a list, finished within",
+    ],
+)
+def test_a_loop_that_is_left_for_good_is_saved(came: dict[str, Came], name: str) -> None:
+    """Off the cadence; on all ranks together."""
+    assert ended(came[name]) == ("", [3, 3])
+    newest = came[name].sealed()[-1]
+    assert newest.step == 3
+    if "list" not in name:
+        assert newest.position.samples == 36
+        assert [rank["warnings"] for rank in came[name].ranks] == [[], []]
+    assert json.loads((came[name].directory / "FINISHED.json").read_text())["step"] == 3
+
+
+ALONE_IT_FINISHES = """
+import sys, torch
+from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, session
+s = session(sys.argv[1])
+rows = torch.arange(40)
+batches = Batches(rows, ElasticSampler(40, 4, seed=1), BatchPlan(4, s.world_size, 4), s.rank)
+for batch in s.steps(batches, max_steps=9, save=lambda path: None, save_every=2):
+    list(batch.micro_batches)
+    if batch.step == 3 and s.rank == 0:
+        s.finish()
+        break
+print("ended at step", s.step)
+"""
+
+
+@brings(
+    "`s.finish()` in the body of a loop on one rank alone",
+    Comes.REFUSED,
+    "the others would make a step without it, and the last save wait for them",
+    "let it depend on what all ranks know, `s.sum(found) > 0`",
+)
+def test_one_rank_that_finishes_alone(tmp_path: Path) -> None:
+    """Before it saves: no success, and the line says who has gone where."""
+    script = tmp_path / "train.py"
+    script.write_text(ALONE_IT_FINISHES)
+    ended = run_world(2, [str(script), str(tmp_path / "run")], seconds=60)
+    outputs = "\n".join(output for _, output in ended)
+    assert [code for code, _ in ended] == [1, 1], outputs
+    said = r"Refusal: rank 0 has finished the training behind step 3, and rank 1 (goes on with|is behind) step \d: all"
+    assert re.search(said, outputs), outputs
+    assert "ended at step" not in outputs
 
 
 def test_a_loop_with_nothing_left_to_do_saves_where_the_data_stand(came: dict[str, Came]) -> None:

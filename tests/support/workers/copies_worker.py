@@ -127,15 +127,20 @@ def looped(case: Case) -> None:
         case.steps.append(list(batch.sample_ids))
 
     def loop(ends: int | None, around: Any) -> None:
-        for given in s.steps(around, max_steps=case.here("max_steps", 4), save=save, save_every=2):
+        cadence = {"save_every": case.here("save_every", 2)}
+        for given in s.steps(around, max_steps=case.here("max_steps", 4), save=save, **cadence):
             train(given[1] if isinstance(given, tuple) else given)
             if case.here("unfreeze") == s.step + 1:
                 model.requires_grad_(True)
             if s.step + 1 == ends:
+                if case.here("finish") == "within":
+                    s.finish()
                 break
+        if case.here("finish") == "behind":
+            s.finish()
 
     loop(case.here("leave"), around)
-    if case.here("leave"):
+    if case.here("leave") and not case.here("finish"):
         if not s.step == batches.position.samples // GLOBAL_BATCH == len(case.steps):
             raise RuntimeError(f"{len(case.steps)} steps were made, the session counts {s.step}")
         loop(None, around if case.here("again") == "the same" else batches)
@@ -148,7 +153,11 @@ def listed(case: Case) -> None:
         for row in s.steps(list(range(LENGTH)), max_steps=case.here("max_steps", 4), save=case.write):
             case.steps.append([row])
             if s.step + 1 == leave:
+                if case.here("finish"):
+                    s.finish()
                 break
+        if s.meetings.over:
+            break
 
 
 def batches_of(case: Case, s: BareSession) -> Batches[Any]:

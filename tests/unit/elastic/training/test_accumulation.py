@@ -198,7 +198,7 @@ class Alone:
     """As much of a session as the training loop asks for, in a world of one."""
 
     rank, world_size, resume, can_save = 0, 1, None, True
-    left_in_a_step = False
+    left_in_a_step, loop = False, None
 
     def __init__(self) -> None:
         self.examination = Examination(0, False, 1, 1, False)

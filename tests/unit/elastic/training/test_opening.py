@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.elastic import Session
 from dalsegno.elastic.checkpoint import CheckpointStore, LocalLock
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
 from dalsegno.elastic.training import opening
 from dalsegno.elastic.training.opening import check_directory, next_epoch, take_lock
+from dalsegno.elastic.training.session import BareSession
+from dalsegno.elastic.training.unopened import _Unopened
 from tests.support.workers.threads import Threads, together
 
 pytestmark = pytest.mark.timeout(60)
@@ -276,3 +279,11 @@ def test_what_rank_0_meets_as_it_counts_epochs_all_hear(
     monkeypatch.setattr(CheckpointStore, "next_epoch", fails)
     for ranks in (1, 2):
         assert str(error) in lines_of(together(ranks, lambda group: next_epoch(store, group)), OSError)
+
+
+@pytest.mark.parametrize("kind", [BareSession, Session])
+def test_a_session_that_is_not_open_can_become_one(kind: type[BareSession]) -> None:
+    """Python refuses to change the class of an object where a base (an abstract one) has laid it out otherwise."""
+    before = object.__new__(type(kind.__name__, (_Unopened, kind), {}))
+    object.__setattr__(before, "__class__", kind)
+    assert type(before) is kind

@@ -1,0 +1,142 @@
+"""A loop of `steps` that its script leaves: by a ``break``, behind which another loop may follow, or by ``finish()``.
+
+A ``break`` ends a generator, which can do nothing then that all ranks do together: its errors would reach nobody, and
+it cannot tell a ``break`` from an error of this rank's. So what was due is made up by whatever comes next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..data.batch import batch_in
+from ..rank.remarks import remark
+
+if TYPE_CHECKING:
+    from .session import BareSession
+
+__all__ = ["Due", "LeftLoop", "say_what_was_left"]
+
+
+@dataclass(frozen=True)
+class Due:
+    """What happens behind a step: all ranks save and leave, or save to the disk, or to memory."""
+
+    drain: bool = False
+    to_disk: bool = False
+    to_memory: bool = False
+
+    @property
+    def any(self) -> bool:
+        return self.drain or self.to_disk or self.to_memory
+
+
+class LoopRun(Protocol):
+    """What happens at the boundaries of such a loop."""
+
+    @property
+    def stepped(self) -> bool:
+        """An optimizer has stepped since the last boundary, or none is known."""
+
+    def passes(self, batch: Any) -> None:
+        """The data stand behind this batch."""
+
+    def took(self, batch: Any) -> None:
+        """The batch was trained."""
+
+    def make_up(self, *, behind: bool) -> Due:
+        """Makes the saves that were due, also at the present step if that is ``behind``. Collective.
+
+        Returns:
+            What has to come behind a later step.
+        """
+
+    def owes(self, late: Due) -> None:
+        """This was due in the loop before."""
+
+    def finish(self) -> None:
+        """Makes the last save, and ends the training. Collective."""
+
+
+class LeftLoop:
+    """A loop that goes on, or was left. Main thread only.
+
+    Args:
+        session: The process's.
+        run: Of this loop.
+    """
+
+    def __init__(self, session: BareSession, run: LoopRun) -> None:
+        self._session, self._run = session, run
+        self._batch: Any = None
+        # Its body runs; the step in which it was left was trained: as its batch knows, or as far as it shows.
+        self._within = self._trained = self._seems_trained = False
+        # Its body has ended the training.
+        self._closed = False
+
+    def begins(self, batch: Any) -> None:
+        """The body has this batch now."""
+        self._batch, self._within = batch, True
+
+    def ends(self) -> bool:
+        """The body has come to its end. Returns whether it has ended the training."""
+        self._batch, self._within = None, False
+        return self._closed
+
+    def leave(self) -> None:
+        """The body was left: a step whose micro-batches were all computed counts. Not collective."""
+        if self._closed:
+            return
+        self._look()
+        if self._trained:
+            self._run.passes(self._batch)
+        if batch_in(self._batch) is not None:
+            self._batch = None  # It holds what the script trains, which may have to go with the world.
+        self._session.abandon_step(trained=self._trained)
+
+    def close_step(self) -> None:
+        """The script ends the training in the body, or behind a loop that was left: counts what it has trained.
+
+        Of data that are not `Batches` nobody knew that. Here the script says that its work is done, so the step counts
+        if an optimizer has stepped. Collective in the body.
+        """
+        if self._within:
+            self._closed = True
+            self._look()
+            if self._seems_trained:
+                self._run.took(self._batch)
+                self._session.end_step()
+            else:
+                self._session.abandon_step()
+        elif self._seems_trained and not self._trained:
+            self._run.passes(self._batch)
+            self._session.count_left_step()
+        self._seems_trained = False
+
+    def make_up(self) -> Due:
+        """Another loop begins: makes the saves that were due where this one was left. Collective. See `LoopRun`."""
+        return self._run.make_up(behind=self._trained)
+
+    def finish(self) -> None:
+        """See `LoopRun`."""
+        self._run.finish()
+
+    def _look(self) -> None:
+        found, self._within = batch_in(self._batch), False
+        self._trained = found is not None and found.trained
+        self._seems_trained = self._run.stepped if found is None else self._trained
+
+
+def say_what_was_left(session: BareSession, first: Any) -> None:
+    """Says that nobody knows whether a step was trained before a ``break``; only `Batches` know it.
+
+    Args:
+        session: The process's.
+        first: What fetches the next loop's batches; None: `Batches` themselves do.
+    """
+    if session.left_in_a_step and first is not None and first.batches is None and session.rank == 0:
+        remark(
+            "the previous loop was left in step %d, which does not count, because nobody knows whether it was trained: "
+            "if it was, this run makes one step more than it counts; leave the loop by max_steps=, or give Batches",
+            session.step + 1,
+        )

@@ -1,0 +1,228 @@
+"""Loops that are left, by a `break` or by `finish()`: what they owe is made up, and nothing trained is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dalsegno.elastic import Accumulation, Batches, BatchPlan, CheckpointStore, ElasticSampler, SaveError, TrainingState
+from dalsegno.elastic.training import saves
+from dalsegno.elastic.training.session import BareSession
+
+from .test_unsaved import opened
+
+ROWS = torch.arange(40, dtype=torch.float32).reshape(40, 1) / 40
+
+
+class Training:
+    """A model with dropout, trained in loops over `Batches`: four samples in a step, ten steps in a data epoch."""
+
+    def __init__(self, session: BareSession, data: Any = ROWS) -> None:
+        self.session, self.losses = session, list[float]()
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.state = TrainingState(session, model=self.model, optimizer=self.optimizer)
+        self.state.load()
+        plan = BatchPlan(4, 1, 4)
+        self.batches = Batches(data, ElasticSampler(len(data), 4, seed=2), plan, 0, resume=session.resume)
+        self.accumulate = Accumulation(self.model, self.optimizer)
+
+    def loop(self, data: Any = None, **options: Any) -> Iterator[Any]:
+        return self.session.steps(self.batches if data is None else data, **{"save": self.state.write, **options})
+
+    def train(self, batch: Any) -> None:
+        for micro in self.accumulate(batch):
+            loss = self.model(micro.data).square().mean()
+            micro.scale(loss).backward()
+            self.losses.append(loss.item())
+        self.step()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [one.detach().clone() for one in self.model.state_dict().values()]
+
+
+def sealed(directory: Path) -> list[int]:
+    return [one.step for one in CheckpointStore(directory).sealed()]
+
+
+def finished_at(directory: Path) -> int:
+    return int(json.loads((directory / "FINISHED.json").read_text())["step"])
+
+
+def holds(directory: Path, weights: list[Tensor]) -> bool:
+    """Whether the newest checkpoint has these weights."""
+    newest = CheckpointStore(directory).newest()
+    assert newest is not None
+    saved = torch.load(directory / newest.name / "model.pt", weights_only=True)
+    return all(torch.equal(one, other) for one, other in zip(saved.values(), weights, strict=True))
+
+
+ENDS: dict[str, Callable[[BareSession], bool]] = {
+    "in the body": lambda s: s.finish() or True,  # type: ignore[func-returns-value]
+    "in the body, without a break": lambda s: s.finish() or False,  # type: ignore[func-returns-value]
+    "behind a break": lambda s: True,
+}
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+@pytest.mark.parametrize("ends", list(ENDS))
+def test_the_step_that_ends_the_training_counts_and_is_saved(tmp_path: Path, ends: str, save_every: int) -> None:
+    """Whatever the cadence is; the loop is over, and so is the session."""
+    with opened(tmp_path) as session:
+        one = Training(session)
+        for batch in one.loop(max_steps=9, save_every=save_every):
+            one.train(batch)
+            if batch.step == 3 and ENDS[ends](session):
+                break
+        session.finish()
+        assert (session.step, len(one.losses)) == (3, 3)
+        assert sealed(tmp_path)[-1] == finished_at(tmp_path) == 3
+        assert holds(tmp_path, one.weights)
+        with pytest.raises(RuntimeError, match="this session is over"):
+            list(one.loop(max_steps=9))
+    newest = CheckpointStore(tmp_path).newest()
+    assert newest is not None
+    assert newest.position.samples == 12
+
+
+def test_a_step_that_was_not_trained_ends_the_training_without_itself(tmp_path: Path) -> None:
+    """The decision falls before the work."""
+    with opened(tmp_path) as session:
+        one = Training(session)
+        for batch in one.loop(max_steps=9, save_every=2):
+            if batch.step == 4:
+                session.finish()
+                break
+            one.train(batch)
+        assert (session.step, len(one.losses)) == (3, 3)
+        assert sealed(tmp_path) == [2, 3]
+        assert holds(tmp_path, one.weights)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("ends", list(ENDS))
+def test_of_other_data_the_optimizer_tells_what_was_trained(tmp_path: Path, ends: str, trains: bool) -> None:
+    """A batch of a list does not know it."""
+    with opened(tmp_path) as session:
+        one = Training(session)
+        for number in one.loop(list(range(9)), save_every=2):
+            if trains or number < 2:
+                one.model(ROWS[:4]).sum().backward()
+                one.step()
+            if number == 2 and ENDS[ends](session):
+                break
+        session.finish()
+        assert session.step == sealed(tmp_path)[-1] == finished_at(tmp_path) == 2 + trains
+        assert holds(tmp_path, one.weights)
+
+
+def test_a_last_save_that_fails_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes out of `finish`; called again it tries again."""
+    monkeypatch.setattr(saves, "LAST_SAVE_TRIES", 1)
+
+    def write(path: Path) -> None:
+        if not repaired:
+            raise OSError("no room")
+        one.state.write(path)
+
+    repaired = False
+    with opened(tmp_path) as session:
+        one = Training(session)
+        for batch in one.loop(max_steps=9, save=write):
+            one.train(batch)
+            with pytest.raises(SaveError, match="the last step, 1, could not be saved"):
+                session.finish()
+        assert not (tmp_path / "FINISHED.json").exists()
+        repaired = True
+        session.finish()
+        assert session.step == sealed(tmp_path)[-1] == finished_at(tmp_path) == 1
+
+
+@pytest.mark.parametrize("saves_last", [True, False])
+def test_a_loop_of_ones_own_that_ends_unsaved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, saves_last: bool
+) -> None:
+    """Nobody knows how to save it, so one line says so."""
+    with opened(tmp_path) as session, caplog.at_level(logging.WARNING):
+        session.meet(1)
+        for step in (1, 2, 3):
+            session.begin_step()
+            session.end_step()
+            if step == 2 or (step == 3 and saves_last):
+                session.save(lambda path: (path / "x").write_text("x") and None)
+        session.finish()
+    said = [one.getMessage() for one in caplog.records if "is finished at step" in one.getMessage()]
+    if saves_last:
+        assert said == []
+    else:
+        assert said[0].startswith("the training is finished at step 3, and its last checkpoint is of step 2")
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_what_was_due_at_a_break_is_saved_as_the_next_loop_begins(tmp_path: Path, best: bool) -> None:
+    """The cadence's, and what `improved` has promised."""
+    with opened(tmp_path) as session:
+        session.track("loss")
+        one = Training(session)
+        for batch in one.loop(max_steps=6, save_every=0 if best else 3):
+            one.train(batch)
+            if batch.step == 3:
+                assert not best or session.improved(1.0)
+                break
+        assert sealed(tmp_path) == []
+        weights = one.weights
+        loop = one.loop(max_steps=6)
+        next(loop)
+        assert sealed(tmp_path) == [3]
+        assert holds(tmp_path, weights)
+        manifest = CheckpointStore(tmp_path).sealed()[0]
+        assert manifest.position.samples == 12
+        assert (manifest.best is not None and manifest.best.value == 1.0) == best
+        assert loop is not None
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_was_not_due_at_a_break_is_not_saved(tmp_path: Path, trains: bool) -> None:
+    """Also where the loop was left in a step that was not trained."""
+    with opened(tmp_path) as session:
+        one = Training(session)
+        for batch in one.loop(max_steps=6, save_every=2):
+            if batch.step == (3 if trains else 4):
+                if trains:
+                    one.train(batch)
+                break
+            one.train(batch)
+        next(one.loop(max_steps=6, save_every=2))
+        assert sealed(tmp_path) == [2]
+
+
+def test_what_was_put_off_at_a_break_is_saved_behind_a_later_step(tmp_path: Path) -> None:
+    """Its gradients are carried over the `break`: no checkpoint has them."""
+    with opened(tmp_path) as session:
+        one = Training(session)
+
+        def loop(ends: int) -> None:
+            for batch in one.loop(max_steps=9, save_every=3):
+                for micro in batch.micro_batches:
+                    micro.scale(one.model(micro.data).square().mean()).backward()
+                if batch.step % 2 == 0:
+                    one.step()
+                if batch.step == ends:
+                    break
+
+        loop(3)
+        loop(5)
+        assert sealed(tmp_path) == [4]
