@@ -102,7 +102,7 @@ class BareSession(Measures):
         self.copies = Copies(collective)
         self.unstepped = Unstepped()
         self._notice = notice
-        self.left_in_a_step = self.closed = False
+        self.left_in_a_step = self.closed = self._begun = False
         self.loop: LeftLoop | None = None
         self.may_stay: Callable[[], bool] = bool
         self.reports = Reports(link, count_steps(identity, self.step))
@@ -238,6 +238,7 @@ class BareSession(Measures):
         master_seen = self._link is not None and self._link.master_seen
         order = 0 if self._link is None else self._link.save_order
         flags = Flags(drain, *self.saves.tells(), master_seen, order)
+        self._begun = True
         self._exchange.begin(self.step + 1, flags, ahead)
 
     def end_step(self, loss: float | None = None) -> Boundary:
@@ -428,14 +429,15 @@ class BareSession(Measures):
             self._lock.release()
 
     def restore_rng(self, seed: int | None = None) -> None:
-        """Restores the random generators as the run left them; ``steps`` does it before the first step.
+        """Restores the random generators as the run left them; ``steps`` does it before its first step.
 
-        In an unchanged world they continue bit-exactly from the resume point; else (seed, step, rank) seeds them.
+        Before this world's first step they continue bit-exactly from the resume point, if as many ranks have saved it.
+        Else, and before each further loop, (seed, step, rank) seeds them.
 
         Args:
-            seed: None: at step 0 the generators are left alone.
+            seed: None: at step 0, and before each further loop, the generators are left alone.
         """
-        restore_rng(self.resume, seed, self.step, self.rank, self.world_size)
+        restore_rng(None if self._begun else self.resume, seed, self.step, self.rank, self.world_size)
 
     def bad_checkpoint(self, file: str, message: str) -> NoReturn:
         """Reports to the agent a resume point that cannot be loaded, and ends this process with exit code 84.

@@ -107,6 +107,19 @@ CASES = {
     "left, finished within, uneven": Told("looped", {"leave": 3, "finish": "within", "save_every": 0}),
     "left, finished behind": Told("looped", {"leave": 3, "finish": "behind"}),
     "left, a list, finished within": Told("listed", {"leave": 3, "finish": True}),
+    **{
+        f"loops, draws {draws}, {name}": Told(
+            "in_loops", {"layer": "dropout", "draws": draws, "quit": quits}, after=f"loops, draws {draws}, {after}"
+        )
+        for draws in (None, 5)
+        for name, after, quits in (
+            ("whole", "whole", None),
+            ("quit 2", "quit 2", 2),
+            ("quit 2, again", "quit 2", None),
+            ("quit 3", "quit 3", 3),
+            ("quit 3, again", "quit 3", None),
+        )
+    },
     "left, the same generator": Told("looped", {"leave": 2, "around": "generator", "again": "the same"}),
     "left, another one": Told("looped", {"leave": 2, "around": "generator"}),
 }
@@ -361,6 +374,23 @@ def test_one_rank_that_finishes_alone(tmp_path: Path) -> None:
     said = r"Refusal: rank 0 has finished the training behind step 3, and rank 1 (goes on with|is behind) step \d: all"
     assert re.search(said, outputs), outputs
     assert "ended at step" not in outputs
+
+
+@brings(
+    "dropout in several loops of one process, resumed by as many ranks",
+    Comes.BITWISE,
+    "the first loop goes on with the generators of the checkpoint, and each further one draws as it would have",
+)
+@pytest.mark.parametrize("draws", [None, 5])
+@pytest.mark.parametrize("quits", [2, 3])
+def test_further_loops_of_a_resumed_process(came: dict[str, Came], quits: int, draws: int | None) -> None:
+    """Two steps in each loop; the resume point is behind the first one, or within the second."""
+    name = f"loops, draws {draws}"
+    parts = [came[f"{name}, quit {quits}"], came[f"{name}, quit {quits}, again"]]
+    assert [len(part.steps) for part in parts] == [quits, 6 - quits]
+    for rank in (0, 1):
+        whole = came[f"{name}, whole"].ranks[rank]["losses"]
+        assert [loss for part in parts for loss in part.ranks[rank]["losses"]] == whole
 
 
 def test_a_loop_with_nothing_left_to_do_saves_where_the_data_stand(came: dict[str, Came]) -> None:

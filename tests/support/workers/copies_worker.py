@@ -160,6 +160,34 @@ def listed(case: Case) -> None:
             break
 
 
+def in_loops(case: Case) -> None:
+    """A loop for every two steps, as for each epoch; behind the step ``quit`` this process is gone."""
+    s = case.open()
+    if not dist.is_initialized() and case.world > 1:
+        dist.init_process_group("gloo")
+    model = model_of(case)
+    optimizer = optimizer_of(case, model)
+    wrapped = DistributedDataParallel(model)
+    state = TrainingState(s, model=model, optimizer=optimizer)
+    state.load()
+    batches, accumulate, last = batches_of(case, s), Accumulation(wrapped, optimizer), case.here("max_steps", 6)
+    for ends in range(2, last + 1, 2):
+        if s.step >= ends:
+            continue
+        for batch in s.steps(batches, max_steps=last, save=state.write, save_every=1, seed=case.here("draws")):
+            if batch.step - 1 == case.here("quit"):
+                return
+            for micro in accumulate(batch):
+                loss = loss_of(wrapped, micro.data)
+                micro.scale(loss).backward()
+                case.losses.append(loss.item().hex())
+            optimizer.step()
+            optimizer.zero_grad()
+            case.steps.append(list(batch.sample_ids))
+            if batch.step == ends < last:
+                break
+
+
 def batches_of(case: Case, s: BareSession) -> Batches[Any]:
     sampler = ElasticSampler(LENGTH, GLOBAL_BATCH, seed=case.here("seed", 3))
     plan = BatchPlan(GLOBAL_BATCH, s.world_size, case.here("micro", 3))
@@ -233,7 +261,7 @@ def zero(case: Case, stage: int) -> DeepSpeed:
     return DeepSpeed({"zero_optimization": {"stage": stage}, **half})
 
 
-unlike_worker.CASES.update({one.__name__: one for one in (looped, listed, fitted)})
+unlike_worker.CASES.update({one.__name__: one for one in (looped, listed, in_loops, fitted)})
 
 if __name__ == "__main__":
     os.environ["DS_ACCELERATOR"] = "cpu"

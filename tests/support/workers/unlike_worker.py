@@ -46,6 +46,7 @@ class Case:
     def __init__(self, directory: Path, rank: int, world: int, options: dict[str, Any]) -> None:
         self.directory, self.rank, self.world, self.options = directory, rank, world, options
         self.steps: list[list[int]] = []
+        self.losses: list[str] = []
 
     def here(self, name: str, default: Any = None) -> Any:
         """An option of this rank: a list has one value for each of the first ranks, and the last for all others."""
@@ -352,7 +353,7 @@ def run(task: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     finally:
         logging.getLogger("dalsegno").removeHandler(kept)
         cases.close()
-    return {"refused": refused, "steps": case.steps, "warnings": kept.lines}
+    return {"refused": refused, "steps": case.steps, "losses": case.losses, "warnings": kept.lines}
 
 
 def main() -> None:

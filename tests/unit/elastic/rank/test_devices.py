@@ -162,7 +162,8 @@ def saved(run_dir: Path, rank: int, state: str) -> ResumePoint:
 
 
 def restored(resume: ResumePoint, rank: int) -> None:
-    Session.restore_rng(SimpleNamespace(resume=resume, world_size=2, rank=rank, step=7), 3)  # type: ignore[arg-type]
+    session: Any = SimpleNamespace(resume=resume, world_size=2, rank=rank, step=7, _begun=False)
+    Session.restore_rng(session, 3)
 
 
 def test_generators_that_a_node_does_not_see_are_not_made_anew(tmp_path: Path) -> None:

@@ -226,3 +226,31 @@ def test_what_was_put_off_at_a_break_is_saved_behind_a_later_step(tmp_path: Path
         loop(3)
         loop(5)
         assert sealed(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("ended", [2, 3, 4, 5])
+def test_a_resumed_run_draws_in_its_further_loops_as_an_undisturbed_one(
+    tmp_path: Path, ended: int, seed: int | None
+) -> None:
+    """Two steps in each loop, with dropout; the resume point is behind a loop, or within one."""
+
+    def trained(directory: Path, until: int) -> list[float]:
+        with opened(directory) as session:
+            one = Training(session)
+            for ends in (2, 4, 6, 8):
+                if session.step >= ends:
+                    continue
+                for batch in one.loop(max_steps=8, save_every=1, seed=seed):
+                    if batch.step > until:
+                        return one.losses
+                    one.train(batch)
+                    if batch.step == ends < 8:
+                        break
+        return one.losses
+
+    whole = trained(tmp_path / "whole", 8)
+    assert len(set(whole)) == 8
+    first = trained(tmp_path / "resumed", ended)
+    assert sealed(tmp_path / "resumed")[-1] == ended
+    assert first + trained(tmp_path / "resumed", 8) == whole
