@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from ..checkpoint import Cut, Order, Position, Ref
 from ..data.batch import Batch, batch_in
 from ..data.sampler import check_order
+from ..rank import rng
 from ..rank.agreement import PART, Trouble
 from ..rank.exchange import MAX_STEPS_APART, Boundary
 from ..rank.meetings import is_mistake
@@ -99,7 +100,7 @@ def steps(
         position: Returns the data's position after the present step; default: the batch's ``position_after``.
         advanced: The script itself has moved ``data`` to where the run resumes, ``session.step`` steps from their
             beginning, and makes the same global batches in every world. Implied by ``position``.
-        metric: Returns the run's tracked metric; called at each save.
+        metric: Returns the run's tracked metric; called at each save. What it draws at random moves no other draw.
         seed: The seed of the random generators, see ``BareSession.restore_rng``.
 
     Raises:
@@ -443,7 +444,14 @@ class _Run:
         saves.end_training(self._session, save, self._options["order"], self._place)
 
     def _measure(self) -> float | None:
-        return None if self._metric is None else self._metric()
+        if self._metric is None:
+            return None
+        # Some of these saves come of a drain or an order, and the training's draws must not depend on that.
+        before = rng.capture()
+        try:
+            return self._metric()
+        finally:
+            rng.restore(before)
 
     def _save_in_memory(self, to_disk: bool) -> Ref | None:
         # A metric may take an evaluation, and what is only in memory is no candidate for the best checkpoint.

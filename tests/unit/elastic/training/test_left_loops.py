@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, CheckpointStore, ElasticSampler, SaveError, TrainingState
+from dalsegno.elastic.rank import rng
 from dalsegno.elastic.training import saves
 from dalsegno.elastic.training.session import BareSession
 
@@ -254,3 +258,25 @@ def test_a_resumed_run_draws_in_its_further_loops_as_an_undisturbed_one(
     first = trained(tmp_path / "resumed", ended)
     assert sealed(tmp_path / "resumed")[-1] == ended
     assert first + trained(tmp_path / "resumed", 8) == whole
+
+
+def test_a_metric_leaves_the_generators_as_they_were(tmp_path: Path) -> None:
+    """Python's, NumPy's and torch's, which an evaluation's loader draws its base seed from."""
+
+    def metric() -> float:
+        for _ in DataLoader(range(3)):  # type: ignore[arg-type]
+            random.random(), np.random.rand()
+        return float(torch.rand(1))
+
+    def drawn(directory: Path, **options: Any) -> list[bytes]:
+        found = []
+        with opened(directory) as session:
+            session.track("loss")
+            one = Training(session)
+            for batch in one.loop(max_steps=3, seed=4, **options):
+                found.append(rng.capture())
+                one.train(batch)
+        return found
+
+    assert drawn(tmp_path / "measured", save_every=1, metric=metric) == drawn(tmp_path / "not")
+    assert (tmp_path / "measured" / "best.json").exists()
