@@ -6,6 +6,7 @@ import json
 import math
 import random
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, sample_generator
 from dalsegno.elastic.rank import rng
 
+from ..training.test_unsaved import opened
 from .test_batches import Numbers, make
 
 
@@ -151,3 +153,30 @@ def test_augmentation_is_drawn_anew_in_each_data_epoch() -> None:
     first, second = (part.data[:, 0] - torch.arange(40.0) for batch in batches for part in batch.micro_batches)
     assert not set(first.tolist()) & set(second.tolist())
     assert len(set(first.tolist())) == 40
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_what_was_fetched_ahead_is_drawn_anew_behind_a_resume(tmp_path: Path, around: bool) -> None:
+    """Behind `enumerate` the loop fetches a batch ahead, whose draws are in no checkpoint; all others are the same."""
+
+    def trained(directory: Path, until: int) -> list[list[float]]:
+        seen = []
+        rng.seed_all(1)
+        with opened(directory) as session:
+            sampler, plan = ElasticSampler(40, 4, seed=4), BatchPlan(4, 1, 4)
+            batches = Batches(Augmented(40), sampler, plan, 0, resume=session.resume)
+            data: Any = enumerate(batches) if around else batches
+            loop = session.steps(data, max_steps=6, save=lambda path: path.joinpath("x").touch(), save_every=1, seed=5)
+            for given in loop:
+                batch = given[1] if around else given
+                if batch.step > until:
+                    break
+                (part,) = batch.micro_batches
+                seen.append([*part.data[:, 0].tolist(), random.random()])
+        return seen
+
+    whole = trained(tmp_path / "whole", 6)
+    resumed = trained(tmp_path / "resumed", 3) + trained(tmp_path / "resumed", 6)
+    assert [one == other for one, other in zip(whole, resumed, strict=True)] == [True] * 3 + [not around, True, True]
+    # The training's own draws are.
+    assert [one[-1] for one in whole] == [other[-1] for other in resumed]
