@@ -291,7 +291,7 @@ class LastSaves:
     @property
     def last(self) -> int | None:
         """The newest step that there is; None: there is none."""
-        return max((step for step, _ in self._last.values()), default=None)
+        return max((step for step, _, _ in self._last.values()), default=None)
 
     def forget(self, step: int) -> Ref | None:
         """That step on the disk is to be saved anew. Returns what it was saved as."""
