@@ -45,6 +45,7 @@ from ..universal.errors import ConversionError
 from ..universal.forms import ZERO, Form
 from ..universal.layout import engine_directory
 from ..universal.loading import describe_refusal, each_once, only_safe_loading
+from ..universal.numpys import as_numpys
 from ..universal.source import open_source
 from ..universal.values import ShardedValues, UniversalValues, Values
 from .beside import PARTS
@@ -370,7 +371,7 @@ def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
         # A pipeline's layers have files of their own, which are not among the universal files.
         with sharded_view(saved) as view:
             engine.module.load_state_dir(str(view), engine.checkpoint_engine)
-    return {key: owned(value) for key, value in (client_state or {}).items() if key != PARTS}
+    return {key: owned(value) for key, value in as_numpys(client_state or {}).items() if key != PARTS}
 
 
 def _module_loader(engine: Any, strict: bool) -> Callable[..., None] | None:

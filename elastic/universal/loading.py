@@ -29,10 +29,10 @@ from .archive import refuse_packed
 from .errors import EnvironmentFailed
 from .mapping import NotPlainError, open_mapped
 from .members import member, write_by_value
-from .numpys import STAND_INS, as_numpys
+from .numpys import NO_BYTES, STAND_INS, as_numpys
 
 SAFE_CLASSES: tuple[type, ...] = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, SubparamShape)
-_ALLOWED: tuple[Callable[..., Any], ...] = (*SAFE_CLASSES, member)
+_ALLOWED: tuple[Callable[..., Any], ...] = (*SAFE_CLASSES, member, NO_BYTES)
 # Here and not around each save: files are also written later, by a thread, and by DeepSpeed where nobody asked us.
 write_by_value(SAFE_CLASSES)
 # Of Python's own modules, those whose classes only hold values.
@@ -146,6 +146,8 @@ def allowing(names: Sequence[str]) -> Iterator[None]:
 @contextmanager
 def only_safe_loading() -> Iterator[None]:
     """Makes every ``torch.load`` of this process use ``weights_only`` and our list, against DeepSpeed's own wishes.
+
+    What others load so may hold what stands for NumPy's: see `as_numpys`.
 
     This holds as long as the context lasts. Torch reads the variable at each load; nothing of DeepSpeed is replaced.
     """

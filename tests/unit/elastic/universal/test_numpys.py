@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import types
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ pytest.importorskip("deepspeed")
 
 from dalsegno.elastic.universal import numpys
 from dalsegno.elastic.universal.loading import describe_refusal, load
+from dalsegno.elastic.universal.numpys import as_numpys
 
 from .test_members import READERS, Call, saved, with_torch
 
@@ -30,6 +33,10 @@ VALUES = {
     "texts": numpy.array(["a", "bcd"]),
     "bytes": numpy.array([b"a", b"bcd"]),
     "no dimension": numpy.array(3, dtype=numpy.uint8),
+    "an empty array": numpy.zeros(0),
+    "an empty array of rows": numpy.zeros((0, 3), dtype=numpy.int16),
+    "an empty text": numpy.str_(""),
+    "a text": numpy.str_("ab"),
 }
 # The name that a file has of it.
 MODULE = numpy.ndarray.__reduce__(numpy.ones(1))[0].__module__  # type: ignore[index, union-attr]
@@ -52,7 +59,8 @@ class Built(Call):
 def test_values_are_read(tmp_path: Path, what: str, read: Callable[[Path], Any]) -> None:
     """And written anew as NumPy's own: whoever reads them next needs nothing of ours."""
     value = VALUES[what]
-    found = read(saved(tmp_path / "file", value))["zero_stage"]
+    found = as_numpys(read(saved(tmp_path / "file", value)))["zero_stage"]
+    assert type(found) is type(value)
     assert numpy.array_equal(found, value)
     assert found.dtype.newbyteorder("=") == value.dtype.newbyteorder("=")
     assert found.flags.f_contiguous == value.flags.f_contiguous
@@ -82,6 +90,7 @@ def test_the_state_of_a_generator_goes_on(tmp_path: Path) -> None:
 
 
 KIND = Built((3, "<", None, None, None, -1, -1, 0), numpy.dtype, "f8", False, True)
+NOTHING = Built((3, "|", None, None, None, 0, 1, 0), numpy.dtype, "S0", False, True)
 BAD = {
     "objects": numpy.array([{}], dtype=object),
     "an object": Call(SCALAR, numpy.dtype("O"), b"x" * 8),
@@ -99,6 +108,10 @@ BAD = {
     "a call of the class": Call(numpy.ndarray, (1 << 40,)),
     "a number of too few bytes": Call(SCALAR, KIND, b"x"),
     "a number without a kind": Call(SCALAR, "f8", b"x" * 8),
+    "a text of no characters": Call(SCALAR, Built((3, "<", None, None, None, 4, 4, 0), numpy.dtype, "U1"), b"\xff" * 4),
+    "too many dimensions": Built((1, (1,) * 100, KIND, False, b"x" * 8), RECONSTRUCT, numpy.ndarray, (0,), b"b"),
+    "nothing of a size": Built((1, (1 << 40,), NOTHING, False, b""), RECONSTRUCT, numpy.ndarray, (0,), b"b"),
+    "bytes": Call(bytes, 1 << 40),
 }
 
 
@@ -108,6 +121,57 @@ def test_nothing_else_is_made(tmp_path: Path, what: str, read: Callable[[Path], 
     """NumPy's own functions take sizes, fields and objects as a file has them."""
     with pytest.raises(pickle.UnpicklingError):
         read(saved(tmp_path / "file", BAD[what]))
+
+
+def test_a_kind_and_a_class_are_numpys_own(tmp_path: Path) -> None:
+    content = {"kind": numpy.dtype(">f4"), "class": numpy.ndarray, "kinds": numpy.dtype}
+    assert load(saved(tmp_path / "file", content))["zero_stage"] == content
+
+
+class Twice:
+    """Pickled, it is what a function of torch's makes of an array, which then gets a second state."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        array = Built((1, (2,), KIND, False, b"x" * 16), RECONSTRUCT, numpy.ndarray, (0,), b"b")
+        return torch._utils._rebuild_device_tensor_from_numpy, (array, torch.float64, "cpu", False)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_no_tensor_shares_the_memory_of_an_array(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    """A function on torch's own list makes one; a second state then freed the memory below it."""
+    with pytest.raises((pickle.UnpicklingError, TypeError, RuntimeError)):  # it finds no array, or no place for one
+        read(saved(tmp_path / "file", Twice()))
+
+
+@pytest.mark.parametrize("read", [load, with_torch])
+def test_an_array_has_one_state(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    state = (1, (2,), KIND, False, b"x" * 16)
+    once = Built(state, RECONSTRUCT, numpy.ndarray, (0,), b"b")
+    path = saved(tmp_path / "file", once)
+    twice = pickle.dumps(state, 2)[2:-1] + b"b"
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    (name,) = [name for name in files if name.endswith("data.pkl")]
+    # Behind the first BUILD of the array, which is the last one of that value.
+    at = files[name].rindex(b"b", 0, files[name].index(b"step"))
+    with zipfile.ZipFile(path, "w") as archive:
+        for one, data in files.items():
+            archive.writestr(one, data[: at + 1] + twice + data[at + 1 :] if one == name else data)
+    with pytest.raises(pickle.UnpicklingError):
+        read(path)
+
+
+def test_what_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(pickle.UnpicklingError):
+        numpys.as_numpys(deep)
+
+
+def test_an_array_without_a_state_is_refused() -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        numpys.as_numpys([object.__new__(numpys.STAND_INS[1])])
 
 
 def test_what_to_do_with_others_is_said(tmp_path: Path) -> None:
@@ -133,3 +197,22 @@ def test_a_program_of_an_array_is_not_run(tmp_path: Path) -> None:
     bad = Built((1, (1,), KIND, False, Call(os.system, "true")), RECONSTRUCT, numpy.ndarray, (0,), b"b")
     with pytest.raises(pickle.UnpicklingError):
         load(saved(tmp_path / "file", bad))
+
+
+def test_a_restored_client_state_has_numpys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At stage 0 DeepSpeed reads it, with torch alone: a sum of such an array was an array."""
+    from dalsegno.elastic.deepspeed import engine as module
+
+    path = saved(tmp_path / "file", numpy.ones(2))
+    engine = types.SimpleNamespace(
+        module=torch.nn.Linear(1, 1),
+        checkpoint_engine=None,
+        zero_optimization_stage=lambda: 0,
+        load_checkpoint=lambda *_, **__: (str(path), with_torch(path)),
+    )
+    for name in ("separate_steps", "restore_unpartitioned"):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    resume: Any = types.SimpleNamespace(path=tmp_path, universal=None, form="sharded", reshard=False)
+    found = module._load(engine, resume, strict=True)["zero_stage"]
+    assert type(found) is numpy.ndarray
+    assert found.sum() == 2.0
