@@ -16,6 +16,8 @@ from .state import Admission, AgentState, Errands, Leave, Outcome, Workers
 # Seconds from SIGKILL until workers count as gone, whatever is heard of them. Longer than the shell takes to report it,
 # even for processes stuck in the kernel, and longer than torchrun takes to end its own.
 STOP_PATIENCE_SECONDS = 45.0
+# Seconds without an answer, of the directory or to the first registration, after which people are told.
+SILENCE_SECONDS = 5.0
 # What a leaver had in memory alone, for a person.
 ONLY_HERE = "nobody had said that others hold what it had in memory; the run goes on from what they have"
 # It could not bring that to the disk, and no master was heard.
@@ -56,8 +58,8 @@ class Decision:
     def register(self, previous: str) -> None:
         """Registers under the user's name, the node's earlier name, or one that the master gives."""
         self.state.door.registering = True
-        # A node that was in the job once waits for its master; one that never was may have the wrong address.
-        self.state.door.answer_deadline = None if previous else self.now + self.state.settings.connect_timeout
+        self.state.door.answer_deadline = None
+        self.state.door.look_told_at = None if previous else self.now + SILENCE_SECONDS
         self.do(ev.Register(previous, self.state.settings.node_name or self.state.node))
 
     def register_again(self) -> None:

@@ -245,15 +245,14 @@ class JoinFailed:
 
 @dataclass(frozen=True)
 class LooksAgain:
-    """Before it registers, this node looks at the checkpoint directory again, as the file system fails.
+    """Before it registers, this node looks at the checkpoint directory again, as the file system fails for `reason`."""
 
-    Attributes:
-        seconds: Until then nobody is asked for an answer.
-        reason: What the file system said.
-    """
-
-    seconds: float
     reason: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The checkpoint directory could be read, and a master is asked to register this node for the first time."""
 
 
 @dataclass(frozen=True)
@@ -307,6 +306,7 @@ Event = (
     | JoinFailed
     | ManifestRead
     | LooksAgain
+    | Asked
     | Remark
     | ConversionUpdate
     | VerificationMoved

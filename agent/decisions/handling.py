@@ -101,6 +101,8 @@ def take(decision: Decision, event: ev.Event) -> None:
             join_failed(decision, event)
         case ev.LooksAgain():
             patience.looks_again(decision, event)
+        case ev.Asked():
+            patience.asked(decision)
         case ev.Remark():
             decision.do(ev.Say(event.text, event.warning))
         case ev.ManifestRead():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from . import events as ev
-from .decision import STOP_PATIENCE_SECONDS, Decision
+from .decision import SILENCE_SECONDS, STOP_PATIENCE_SECONDS, Decision
 from .state import AgentState, Workers
 
-# Seconds without an answer to the first registration after which people are told.
-SILENCE_SECONDS = 5.0
 # While a deadline runs that a stop puts off, it wakes at least so often: else only what of a stop comes behind the
 # deadline would show. So much later than it was to wake, this process itself stood still.
 LOOK_SECONDS, STOOD_STILL_SECONDS = 1.0, 1.0
@@ -30,10 +28,10 @@ def leave_out_stops(decision: Decision) -> None:
     if door.answer_deadline is not None and not door.granted:
         door.granted = True
         door.answer_deadline = max(door.answer_deadline, soon)
-    if state.workers is Workers.STOPPING and not state.stop_granted and state.stop_deadline < soon:
-        # They are killed by now; whoever takes what they saved stood still as well, and has all of its time before it.
+    if state.workers is Workers.STOPPING and not state.stop_granted:
+        # Whoever takes what they saved stood still as well, and may have all of its time before it.
         state.stop_granted = True
-        state.stop_deadline = now + state.settings.save_timeout + STOP_PATIENCE_SECONDS
+        state.stop_deadline = max(state.stop_deadline, now + state.settings.save_timeout + STOP_PATIENCE_SECONDS)
     leave = state.leave
     if leave is not None and not leave.granted:
         last = now + max(SILENCE_SECONDS, state.settings.save_timeout)
@@ -54,6 +52,8 @@ def look_often(decision: Decision) -> None:
 def await_answer(decision: Decision) -> None:
     """Wakes when the silence about the first registration is to be told, and when it is over."""
     door = decision.state.door
+    if door.look_told_at is not None and not door.told_look:
+        decision.wake_at(door.look_told_at)
     if door.answer_deadline is not None:
         told_at = _silence_is_told_at(decision.state, door.answer_deadline)
         decision.wake_at(door.answer_deadline if door.told else min(told_at, door.answer_deadline))
@@ -61,18 +61,29 @@ def await_answer(decision: Decision) -> None:
 
 
 def looks_again(decision: Decision, event: ev.LooksAgain) -> None:
-    """Nobody is asked for an answer meanwhile, so it is no silence. People are told once why it takes long."""
+    """People are told once why it takes long."""
     door = decision.state.door
-    if door.answer_deadline is not None:
-        door.answer_deadline += event.seconds
-    if not door.told_unread:
-        door.told_unread = True
+    if door.look_told_at is not None and not door.told_look:
+        door.told_look = True
         decision.do(ev.Say(f"it does not register yet, and looks again for some seconds: {event.reason}", True))
+
+
+def asked(decision: Decision) -> None:
+    """A node that was in the job once waits for its master; one that never was may have the wrong address."""
+    door = decision.state.door
+    if door.look_told_at is not None:
+        door.look_told_at = None
+        door.answer_deadline = decision.now + decision.state.settings.connect_timeout
 
 
 def check_answer(decision: Decision) -> None:
     """Gives up if nobody has answered the first registration, once nothing else is in the queue, such as an answer."""
     state = decision.state
+    look = state.door.look_told_at
+    if look is not None and look <= decision.now and not state.door.told_look:
+        state.door.told_look = True
+        text = "it does not register yet: the checkpoint directory does not answer (is the server of its mount away?)"
+        decision.do(ev.Say(text, True))
     deadline, where = state.door.answer_deadline, state.settings.addresses
     if deadline is None:
         return

@@ -66,14 +66,15 @@ class Door:
     """A registration under way, and why it takes long; made anew when it has succeeded."""
 
     registering: bool = False
-    # For the first registration: until when a master must have answered, and the last reason why it was put off.
+    # For the first registration: when people are told that the checkpoint directory keeps it waiting. Then, once it is
+    # sent: until when a master must have answered, and the last reason why it was put off.
+    look_told_at: float | None = None
+    told_look: bool = False
     answer_deadline: float | None = None
     # Behind a long stop of this process there was time for an answer once.
     granted: bool = False
     # People know that nobody has answered yet.
     told: bool = False
-    # And that the checkpoint directory cannot be read yet.
-    told_unread: bool = False
     postponed: str = ""
     # If another live node holds the user's node name: when to ask again, and until when.
     register_at: float | None = None

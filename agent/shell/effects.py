@@ -267,6 +267,8 @@ class Effects:
                 resume_step=None if back is None else back[0],
                 resume_time=0 if back is None else back[1],
             )
+            if not previous:
+                self._mailbox.put(ev.Asked())
             self.client.register(self._registration)
 
         def ready(survey: Survey) -> None:
@@ -283,7 +285,7 @@ class Effects:
             else:
                 self._mailbox.put(ev.Refused("STORAGE", reason))
 
-        self.storage.survey(ready, unreadable, not previous, lambda *why: self._mailbox.put(ev.LooksAgain(*why)))
+        self.storage.survey(ready, unreadable, not previous, lambda why: self._mailbox.put(ev.LooksAgain(why)))
 
     def _registered(self, incarnation: str, reply: control_pb2.RegisterReply) -> None:
         if problem := problem_of_reply(reply):

@@ -195,17 +195,17 @@ class Storage:
         deliver: Callable[[Survey], None],
         failed: Callable[[str], None],
         patient: bool = True,
-        again: Callable[[float, str], None] = lambda seconds, reason: None,
+        again: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Looks at the job's directory: once, but where it cannot be read, for some seconds (`looked_again`).
 
         Not `patient`: of a node that was in already, and that a master without a record hears only for some seconds.
-        `again` hears before each further look at a file system that fails in how many seconds that is, and why.
+        `again` hears before each further look at a file system that fails why.
         """
         look = self.directory.survey if patient else partial(self.directory.survey, passes_over=True)
 
-        def looks_again(seconds: float, error: OSError) -> None:
-            again(seconds, unread(self.directory.root, error))
+        def looks_again(error: OSError) -> None:
+            again(unread(self.directory.root, error))
 
         def work() -> None:
             try:

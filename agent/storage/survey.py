@@ -150,7 +150,7 @@ class Manifests:
 
 
 def looked_again(
-    look: Callable[[], Survey], closing: Event, *, patient: bool, again: Callable[[float, OSError], None]
+    look: Callable[[], Survey], closing: Event, *, patient: bool, again: Callable[[OSError], None]
 ) -> Survey:
     """What a look at the job's directory finds. It is repeated for about two seconds while this user may not read it.
 
@@ -160,7 +160,7 @@ def looked_again(
         look: looks once.
         closing: set when nobody waits for it any more.
         patient: also for a file system that fails.
-        again: hears, where that fails, in how many seconds it is looked at again, and why.
+        again: hears, where that fails and is to be looked at again, why.
 
     Raises:
         NotPrivateError: at once.
@@ -178,7 +178,7 @@ def looked_again(
             if pause is None:
                 raise
             if not passing:
-                again(pause, error)
+                again(error)
             logger.info("the checkpoint directory is looked at again: %s", error)
         # No event tells of a change of rights, or when a file system works again.
         closing.wait(pause)

@@ -232,7 +232,7 @@ class Files:
         deliver: Callable[[Survey], None],
         failed: Callable[[str], None],
         patient: bool = True,
-        again: Callable[[float, str], None] = lambda seconds, reason: None,
+        again: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._later(0.001, 0.05, self._quick, lambda: deliver(self._seen()))
 

@@ -23,8 +23,8 @@ ME = "me.1"
 class Agent:
     """The decisions with a clock and the actions so far."""
 
-    def __init__(self, nproc: int = 1, **settings: Any) -> None:
-        self.now = 500.0
+    def __init__(self, nproc: int = 1, *, reads: bool = True, **settings: Any) -> None:
+        self.now, self.reads = 500.0, reads
         self.state = handling.fresh(handling.AgentSettings(nproc=nproc, drain_timeout=10.0, **settings))
         self.actions: list[ev.Action] = []
         # Lines that the master is told; not among the actions.
@@ -39,6 +39,9 @@ class Agent:
             self.quotes += [quote.request for quote in quotes]
             new = [action for action in done if action not in quotes]
             self.actions += new
+            registers = [one for one in new if isinstance(one, ev.Register) and not one.previous_incarnation]
+            if self.reads and registers:
+                self.state, _ = handling.handle(self.state, ev.Asked(), self.now)
         return new
 
     def registered(self, generation: int = 1, incarnation: str = ME) -> Agent:

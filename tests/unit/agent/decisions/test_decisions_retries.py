@@ -204,17 +204,30 @@ def test_a_master_that_never_answers_ends_the_agent() -> None:
 
 def test_a_directory_that_is_looked_at_again_is_no_silent_master() -> None:
     """Nobody is asked before it can be read: the line, and the end with 2, named a master that had heard nothing."""
-    agent = Agent(connect_timeout=10.0, addresses="h:1")
+    agent = Agent(connect_timeout=10.0, addresses="h:1", reads=False)
     agent.hear(ev.Started())
     said = ev.Say("it does not register yet, and looks again for some seconds: a stale handle", True)
-    assert agent.hear(ev.LooksAgain(1.0, "a stale handle")) == [said]
-    assert agent.waits(1.0) == []
-    for seconds in (3.0, 6.0, 10.0):
-        assert agent.hear(ev.LooksAgain(seconds, "a stale handle")) == []
-        assert agent.waits(seconds) == []
+    assert agent.hear(ev.LooksAgain("a stale handle")) == [said]
+    assert agent.waits(10.0) == agent.hear(ev.LooksAgain("a stale handle")) == agent.waits(10.0) == []
+    agent.hear(ev.Asked())
     assert agent.waits(4.0) == []
     assert kinds(agent.waits(1.0)) == ["Say"]
     assert kinds(agent.waits(5.0)) == ["Exit"]
+
+
+def test_a_directory_that_does_not_answer_is_no_silent_master() -> None:
+    """A mount whose server is away may take minutes for one look."""
+    agent = Agent(connect_timeout=10.0, addresses="h:1", reads=False)
+    agent.hear(ev.Started())
+    assert agent.waits(4.0) == []
+    (said,) = agent.waits(1.0)
+    assert isinstance(said, ev.Say)
+    assert "the checkpoint directory does not answer" in said.text
+    assert agent.hear(ev.LooksAgain("too late")) == agent.waits(200.0) == []
+    agent.hear(ev.Asked())
+    assert kinds(agent.waits(5.0)) == ["Say"]
+    agent.hear(ev.Registered("me.1", REPLY), ev.Asked())
+    assert agent.waits(100.0) == []
 
 
 def test_who_gave_only_an_endpoint_hears_how_a_node_hosts_a_master() -> None:
@@ -283,11 +296,12 @@ def test_the_end_of_workers_that_lies_unread_counts(behind: float) -> None:
     assert not [one for one in agent.did(ev.Say) if "stuck in the kernel" in one.text]
 
 
-def test_what_workers_saved_is_taken_behind_a_stop() -> None:
-    """Ctrl-Z while it is copied, `fg`: they counted as stuck 5 s later, and that was not waited for."""
+@pytest.mark.parametrize("left", [-100.0, 6.0, 20.0])
+def test_what_workers_saved_is_taken_behind_a_stop(left: float) -> None:
+    """Ctrl-Z while it is copied, `fg`: they counted as stuck soon after that, and it was not waited for."""
     agent = Agent(save_timeout=10.0, adopts=True).registered().running()
     agent.directed(gather=control_pb2.Gather(round=2))
-    assert agent.stands_still(200.0) == []
+    assert agent.stands_still(agent.state.stop_deadline - agent.now - left) == []
     assert agent.waits(50.0) == []
     agent.hear(ev.WorkersStopped(1))
     assert not [one for one in agent.did(ev.Say) if "stuck in the kernel" in one.text]

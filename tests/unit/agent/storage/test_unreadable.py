@@ -148,13 +148,13 @@ def test_a_registration_waits_out_a_file_system_that_fails(
     storage, pauses = Storage(directory), Pauses(ended)
     storage._closing = pauses  # type: ignore[assignment]
     said: queue.SimpleQueue[Survey | str] = queue.SimpleQueue()
-    again: list[tuple[float, str]] = []
-    storage.survey(said.put, said.put, again=lambda *why: again.append(why))
+    again: list[str] = []
+    storage.survey(said.put, said.put, again=again.append)
     seen = said.get(timeout=30)
     storage.close()
-    assert [seconds for seconds, _ in again][: len(pauses.seconds)] == pauses.seconds
-    assert "Stale file handle" in again[0][1]
-    assert again[1][1].startswith("step-1.e1.1 is there")
+    assert len(again) >= len(pauses.seconds)
+    assert "Stale file handle" in again[0]
+    assert again[1].startswith("step-1.e1.1 is there")
     if mended == 4:
         assert isinstance(seen, Survey), seen
         assert told(seen) == {new.name}
