@@ -36,7 +36,7 @@ from dalsegno.protos.collector import paused
 from dalsegno.protos.trace import mark
 
 from ..checkpoint import UNIVERSAL, CheckpointDamaged, Manifest
-from ..rank.process_group import init_alone, store_before_group
+from ..rank.process_group import init_alone
 from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors
 from ..training.entry import refused_together
@@ -61,7 +61,6 @@ from .loading import (
     separate_steps,
 )
 from .making import spare_work
-from .own_cards import check_own_cards
 from .saving import SCHEDULE
 from .view import resharded_view, sharded_view, universal_view
 
@@ -111,7 +110,6 @@ def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> 
 
     Raises:
         RuntimeError: There are several ranks, and the environment does not say this one's number on its node.
-        ValueError: They train on cards, and have not one each. On all ranks.
     """
     _check_environment()
     spare_work()
@@ -121,18 +119,7 @@ def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> 
     if not dist.is_initialized() and "RANK" not in os.environ:
         init_alone(backend)
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if "nccl" in backend and _meets_others():
-        # Kept until there is a group: without an agent rank 0's has all that the ranks say.
-        store, rank, world_size = store_before_group("cards")
-        with refused_together():
-            check_own_cards(store, rank, world_size, int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(dist_backend=backend, verbose=False, auto_mpi_discovery=False, **options)
-
-
-def _meets_others() -> bool:
-    """Whether several ranks with cards are about to make their group."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
-    return several and get_accelerator().device_name() == "cuda"
 
 
 def _check_environment() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -89,8 +88,9 @@ def shared_cards(store: Any, rank: int, world_size: int, card: str) -> bool:
         rank, world_size: This rank's place in the world.
         card: A name that no other card has.
     """
-
-    def shared(cards: Sequence[str]) -> str:
+    store.set(f"card/{rank}", card)
+    if rank == 0:
+        cards = [bytes(answer).decode() for answer in store.multi_get([f"card/{peer}" for peer in range(world_size)])]
         most, different = max(Counter(cards).values()), len(set(cards))
         if most > 1:
             remark(
@@ -98,36 +98,16 @@ def shared_cards(store: Any, rank: int, world_size: int, card: str) -> bool:
                 "many workers on each node as it has cards of its own: --nproc-per-node=gpu, CUDA_VISIBLE_DEVICES",
                 *(world_size, different, "" if different == 1 else "s", most),
             )
-        return str(int(most > 1))
-
-    return judged_by_rank_0(store, rank, world_size, card, shared) == "1"
-
-
-def judged_by_rank_0(store: Any, rank: int, world_size: int, card: str, judge: Callable[[Sequence[str]], str]) -> str:
-    """What rank 0 finds of all ranks' cards, in order of the ranks. Collective, before there is a group.
-
-    Args:
-        store, rank, world_size, card: As with `shared_cards`.
-        judge: Called on rank 0.
-    """
-    store.set(f"card/{rank}", card)
-    if rank == 0:
-        cards = [bytes(answer).decode() for answer in store.multi_get([f"card/{peer}" for peer in range(world_size)])]
-        store.set("judged", judge(cards))
-    return bytes(store.get("judged")).decode()
-
-
-def store_before_group(use: str) -> tuple[Any, int, int]:
-    """A store that this world has before there is a group, for one ``use``, this rank, and how many there are."""
-    from torch.distributed.rendezvous import rendezvous
-
-    store, rank, world_size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
-    return dist.PrefixStore(f"dalsegno/{use}", store), rank, world_size  # type: ignore[attr-defined]  # as HashStore
+        store.set("shared", str(int(most > 1)))
+    return bytes(store.get("shared")) == b"1"
 
 
 def _init_on_cards(device: torch.device) -> None:
-    store, rank, world_size = store_before_group("training")
-    shared = shared_cards(store, rank, world_size, name_of_card(device))
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, world_size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+    store = dist.PrefixStore("dalsegno/training", store)  # type: ignore[attr-defined]  # as HashStore
+    shared = shared_cards(store, rank, world_size, _name(device))
     dist.init_process_group(
         _backend(device, shared=shared),
         store=store,
@@ -137,7 +117,7 @@ def _init_on_cards(device: torch.device) -> None:
     )
 
 
-def name_of_card(device: torch.device) -> str:
+def _name(device: torch.device) -> str:
     """A name that no other card has; if torch gives none, a name that no other process has.
 
     What `NCCL_HOSTID` names are different hosts for NCCL: it takes ranks of two of them on one card.
