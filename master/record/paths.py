@@ -13,7 +13,13 @@ __all__ = ("fails_now", "is_directory", "is_wrong")
 _WRONG = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP})
 
 # What only a file system says that fails, or has no room: never an address.
-_FAILS = frozenset({errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT})
+_FAILS = frozenset(
+    (
+        *(errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT),
+        # A FUSE mount without its process, NFS with `softerr`, SMB without its server, NFS with a broken one.
+        *(errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EREMOTEIO),
+    )
+)
 
 
 def fails_now(error: BaseException) -> bool:

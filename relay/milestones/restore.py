@@ -205,7 +205,10 @@ def _checked(milestone: Milestone, name: str, incoming: Path, checkpoints: Path)
 
 def _place(source: Path, own: RunManifest, checkpoints: Path) -> Restored:
     """Puts verified files in place as the sealed checkpoint that they were, its manifest last."""
-    manifest = Manifest.from_bytes(read_regular(source / MANIFEST, MAX_BYTES))
+    try:
+        manifest = Manifest.from_bytes(read_regular(source / MANIFEST, MAX_BYTES))
+    except (FileNotFoundError, NotRegular) as error:
+        raise ValueError(str(error)) from error
     if (manifest.name, manifest.digest) != (own.checkpoint, own.digest):
         raise ValueError(f"its {MANIFEST} is not that of {own.checkpoint}")
     if manifest.run_id in ("", ".", "..") or "/" in manifest.run_id:

@@ -322,8 +322,8 @@ class ElasticRun:
     def _waited_for(self, step: int) -> Iterator[None]:
         """Inside, ranks meet for a save: where others do not come, a line says what may be the cause."""
         line = (
-            f"rank {self.session.rank} has waited {LATE_SECONDS:g} s for the others to save step {step}: if a callback "
-            "sets should_save, it has to on all ranks"
+            f"rank {self.session.rank} has waited {LATE_SECONDS:g} s for the others to save step {step}: a callback "
+            "may still be at work there, or have set should_save here alone, which it has to do on all ranks"
         )
         with remarked_after(LATE_SECONDS, line) if self.session.world_size > 1 else nullcontext():
             yield

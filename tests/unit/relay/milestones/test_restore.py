@@ -131,6 +131,15 @@ def test_a_volume_that_fails_says_nothing_about_a_milestone(
     assert len(list(tmp_path.rglob(MANIFEST_PATH))) == 1, "what came is gone"
 
 
+@pytest.mark.parametrize("there", ["a link", "nothing"])
+def test_a_checkpoint_without_its_own_manifest_is_no_fault_of_the_volume(tmp_path: Path, there: str) -> None:
+    """It counted as one, and each start ended there."""
+    if there == "a link":
+        (tmp_path / "MANIFEST.json").symlink_to("elsewhere")
+    with pytest.raises(ValueError, match=r"MANIFEST\.json"):
+        module._place(tmp_path, module.RunManifest.__new__(module.RunManifest), tmp_path / "ckpt")
+
+
 @pytest.mark.parametrize("there", ["something else", "a link", "nothing"])
 def test_a_milestone_without_its_manifest_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
