@@ -99,10 +99,8 @@ def take(decision: Decision, event: ev.Event) -> None:
             join_prepared(decision, event)
         case ev.JoinFailed():
             join_failed(decision, event)
-        case ev.LooksAgain():
-            patience.looks_again(decision, event)
-        case ev.Asked():
-            patience.asked(decision)
+        case ev.LooksAgain() | ev.Asked():
+            patience.looked(decision, event)
         case ev.Remark():
             decision.do(ev.Say(event.text, event.warning))
         case ev.ManifestRead():

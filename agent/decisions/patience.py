@@ -60,20 +60,20 @@ def await_answer(decision: Decision) -> None:
         decision.wake_at(decision.now + LOOK_SECONDS)
 
 
-def looks_again(decision: Decision, event: ev.LooksAgain) -> None:
-    """People are told once why it takes long."""
-    door = decision.state.door
-    if door.look_told_at is not None and not door.told_look:
-        door.told_look = True
-        decision.do(ev.Say(f"it does not register yet, and looks again for some seconds: {event.reason}", True))
+def looked(decision: Decision, event: ev.LooksAgain | ev.Asked) -> None:
+    """The checkpoint directory fails, of which people are told once; or a master is asked now, and has its time.
 
-
-def asked(decision: Decision) -> None:
-    """A node that was in the job once waits for its master; one that never was may have the wrong address."""
+    A node that was in the job once waits for its master; one that never was may have the wrong address.
+    """
     door = decision.state.door
-    if door.look_told_at is not None:
+    if door.look_told_at is None:
+        return
+    if isinstance(event, ev.Asked):
         door.look_told_at = None
         door.answer_deadline = decision.now + decision.state.settings.connect_timeout
+    elif not door.told_look:
+        door.told_look = True
+        decision.do(ev.Say(f"it does not register yet, and looks again for some seconds: {event.reason}", True))
 
 
 def check_answer(decision: Decision) -> None:
