@@ -89,7 +89,7 @@ def test_file_system_trouble_is_not_damage(tmp_path: Path, monkeypatch: pytest.M
 
 
 HANDED_OUT = """
-import os, sys
+import os, sys, time
 from functools import partial
 from pathlib import Path
 from dalsegno.elastic.checkpoint import SHARDED, Ref
@@ -105,7 +105,11 @@ point = handed_out(order, run_dir, group, verify=sys.argv[4][rank] == "v", besid
 group.barrier()
 if isinstance(point, Damaged):
     sys.exit("damaged: " + point.message)
-point.wait()
+try:
+    point.wait()
+finally:
+    # why: rank 0 has the store, from which the other one hears.
+    time.sleep(0 if rank else 2)
 point.end()
 group.barrier()
 """
