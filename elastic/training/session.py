@@ -24,7 +24,7 @@ from ..checkpoint import Cut, LocalLock, Order, Position, Ref
 from ..rank.clearing import Unstepped
 from ..rank.collective import Collective, Pending
 from ..rank.exchange import Boundary, Exchange, Flags
-from ..rank.exits import Drained, Stays
+from ..rank.exits import Drained, Stays, is_decided
 from ..rank.identity import Identity
 from ..rank.link import Link
 from ..rank.meetings import Meetings
@@ -422,7 +422,9 @@ class BareSession(Measures):
         self._notice.release()
         self.saves.close()
         self._exchange.close()
-        self._collective.close()
+        # Where this process has to end its own collective may be under way, and closing would wait for that.
+        if not is_decided():
+            self._collective.close()
         if self._link is not None:
             self._link.close()
         if self._lock is not None:

@@ -311,3 +311,42 @@ def test_a_script_that_ends_behind_a_collective_succeeds(programs: Programs) -> 
         }
         for name, run in started.items():
             assert run.wait(120) == 0, programs.log(name)
+
+
+STRANDED = """
+import errno, sys
+import torch.distributed as dist
+from dalsegno.elastic import session
+from dalsegno.elastic.saving import stranded
+stranded.ALONE_SECONDS = 4.0
+dist.init_process_group("gloo")
+
+def train():
+    with session(sys.argv[1]) as s:
+        def save(path):
+            if s.rank == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            dist.barrier()
+        for _ in s.steps([1] * 4, save=save, max_steps=4, save_every=2):
+            pass
+
+try:
+    train()
+except Exception as error:
+    if sys.argv[2] != "shown":
+        raise
+    print("shown:", error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("caught", ["raised", "shown"])
+def test_a_rank_whose_disk_is_full_before_a_barrier_ends(programs: Programs, caught: str) -> None:
+    """Its own wait is still under way in the session's group, whose threads would hold up its end."""
+    script = programs.directory / "script.py"
+    script.write_text(STRANDED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    run = programs.start("run", *command, str(script), str(programs.directory / "run"), caught)
+    assert run.wait(60) == 1
+    said = programs.log("run")
+    ended = "shown: saving" if caught == "shown" else "SaveError: saving"
+    assert f"{ended} step 2 failed: OSError: [Errno 28] No space left on device (rank 0)" in said
