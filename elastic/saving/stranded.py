@@ -4,6 +4,9 @@ Its error is caught, so that the save fails on all ranks and none has to end. It
 session's group. Where there is a collective in what they save with (a barrier behind rank 0's write), they wait there
 for this rank, and nobody would ever say that the disk is full. From here that looks like ranks that still write, except
 that nothing grows. So this rank says what it has, and ends after a while, which breaks their collective.
+
+It sees what its own node sees: neither another one's memory nor, at once, what that writes to a volume. Where an agent
+is there and the world has several nodes it leaves its end to the master, which hears what each of them writes.
 """
 
 from __future__ import annotations
@@ -48,8 +51,10 @@ def unless_stranded(
         yield
         return
     patience = ALONE_SECONDS if identity.alone else PATIENCE_SHARE * identity.stall_timeout
+    if not identity.alone and identity.nodes > 1:
+        patience = 0.0
     size = (lambda: bytes_below(own.path)) if own.name else (lambda: 0)
-    stranded = Stranded(identity.rank, own, said["text"], patience, size)
+    stranded = Stranded(identity.rank, own, said["text"], patience, size, identity.stall_timeout)
     # The master's patience is that with a save for as long as this waits, not that with a step.
     with SavingReports(link if own.name else None, own.name, size), collective.unless(stranded.look):
         yield
@@ -62,13 +67,23 @@ class Stranded:
         rank: It.
         own: The save.
         text: The problem.
-        patience_seconds: It waits so long without a byte; 0: for ever.
+        patience_seconds: It waits so long without a byte; 0: for ever, as far as it is concerned.
         size: Measures what is written.
+        masters_seconds: The master's patience with all nodes; 0: it has no limit, or there is no master.
     """
 
-    def __init__(self, rank: int, own: Own, text: str, patience_seconds: float, size: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        own: Own,
+        text: str,
+        patience_seconds: float,
+        size: Callable[[], int],
+        masters_seconds: float = 0.0,
+    ) -> None:
         self._rank, self._own, self._text, self._patience, self._size = rank, own, text, patience_seconds, size
-        self._say = min(SAY_SECONDS, patience_seconds / 2) if patience_seconds > 0 else SAY_SECONDS
+        self._masters_seconds = masters_seconds
+        self._say = min(SAY_SECONDS, (patience_seconds or masters_seconds or 2 * SAY_SECONDS) / 2)
         self._bytes, self._told = size(), False
         self._began = self._moved = self._looked = time.monotonic()
 
@@ -91,7 +106,11 @@ class Stranded:
 
     def _tell(self) -> None:
         self._told = True
-        ends = f"in {self._patience:.0f} s without a byte from them it ends" if self._patience > 0 else "it waits"
+        ends = "it waits"
+        if self._patience > 0:
+            ends = f"in {self._patience:.0f} s without a byte from them it ends"
+        elif self._masters_seconds > 0:
+            ends = f"in {self._masters_seconds:.0f} s without a byte from any node the master ends this world"
         remark(
             "rank %d cannot save its part of %s, and the other ranks have not come yet: %s. If they wait for it in a"
             " barrier, %s; mend what it says, and %s",
@@ -106,6 +125,10 @@ class Stranded:
         # The group's threads would delay the end of this process for as long as they wait.
         insist(1)
         raise SaveError(
-            f"saving step {self._own.content.step} failed: {self._text} (rank {self._rank}); and the other ranks have"
-            f" written nothing for {self._patience:.0f} s, so they may wait for this one in a barrier: {ADVICE}"
+            f"{self._line}; and the other ranks have written nothing for {self._patience:.0f} s, so they may wait for"
+            f" this one in a barrier: {ADVICE}"
         )
+
+    @property
+    def _line(self) -> str:
+        return f"saving step {self._own.content.step} failed: {self._text} (rank {self._rank})"

@@ -10,6 +10,7 @@ import pytest
 from dalsegno.protos import control_pb2
 from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import Training, Undisturbed
+from tests.support.jobs.programs import Programs
 
 from .test_membership import Clusters, any_number
 
@@ -59,3 +60,38 @@ def test_ranks_that_stand_still_are_started_again(clusters: Clusters, undisturbe
     job.finish()
     job.assert_lost({second: any_number(job)})
     job.assert_undisturbed(undisturbed)
+
+
+STRANDED = """
+import errno, os, sys
+import torch.distributed as dist
+from dalsegno.elastic import session
+
+s = session()
+dist.init_process_group("gloo")
+
+def save(path):
+    if s.rank == 0:
+        if not os.path.exists("was-full"):
+            open("was-full", "w").close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (path / "weights").write_bytes(b"1")
+    dist.barrier()
+
+for _ in s.steps([1] * 4, advanced=True, save=save, max_steps=4, save_every=2):
+    pass
+"""
+
+
+def test_a_rank_of_several_nodes_that_cannot_save_is_ended_by_the_master(programs: Programs) -> None:
+    """It does not see what other nodes write, which the master hears. It says why, and the run goes on."""
+    (programs.directory / "script.py").write_text(STRANDED)
+    flags = ("--nnodes=2", "--stall-timeout=16", "script.py")
+    nodes = [programs.agent(name, *flags) for name in ("first", "second")]
+    assert [node.wait(150) for node in nodes] == [0, 0]
+    said = programs.log("first") + programs.log("second")
+    waits = "rank 0 cannot save its part of step-2.e1.1, and the other ranks have not come yet: OSError: [Errno 28] No"
+    assert said.count(f"dalsegno: {waits}") == 1
+    assert "If they wait for it in a barrier, in 16 s without a byte from any node the master ends this world" in said
+    assert "no rank made a step for 16 s (--stall-timeout)" in said
+    assert "SaveError" not in said

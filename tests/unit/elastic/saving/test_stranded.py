@@ -54,14 +54,20 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def waiting(directory: Path, said: dict[str, Any], *, name: str = "step-5.e1.1", **identity: Any) -> Group:
+def waiting(
+    directory: Path,
+    said: dict[str, Any],
+    *,
+    name: str = "step-5.e1.1",
+    group: Group | None = None,
+    link: Any = None,
+    **identity: Any,
+) -> Group:
     """A rank that waits with what it has said."""
-    who, group = (
-        Identity(**{"rank": 1, "world_size": 2, "socket": "socket", "stall_timeout": 400.0, **identity}),
-        Group(),
-    )
-    own = Own(Content(5, Position(0, 80)), Disk(CheckpointStore(directory), who), name)
-    with stranded.unless_stranded(group, who, None, own, said):  # type: ignore[arg-type]
+    who = Identity(**{"rank": 1, "world_size": 2, "socket": "socket", "stall_timeout": 400.0, **identity})
+    group = group or Group()
+    own = Own(Content(5, Position(0, 80)), Disk(CheckpointStore(directory), who), name=name)
+    with stranded.unless_stranded(group, who, link, own, said):  # type: ignore[arg-type]
         return group
 
 
@@ -110,6 +116,40 @@ def test_without_an_agent_it_does_not_wait_for_ever(tmp_path: Path, clock: Clock
     clock.now += stranded.ALONE_SECONDS
     with pytest.raises(SaveError, match="the disk is full"):
         asked()
+
+
+@pytest.mark.parametrize(
+    ("stall_timeout", "ends"),
+    [(400.0, "in 400 s without a byte from any node the master ends this world"), (0.0, "it waits")],
+)
+def test_with_several_nodes_the_master_ends_it(
+    tmp_path: Path,
+    clock: Clock,
+    codes: list[int],
+    caplog: pytest.LogCaptureFixture,
+    stall_timeout: float,
+    ends: str,
+) -> None:
+    """This node does not see what another one writes: in its own memory, or behind a cache of a volume's."""
+    asked = waiting(tmp_path, FULL, nodes=2, stall_timeout=stall_timeout).asked
+    assert asked is not None
+    for _ in range(100):
+        clock.now += 100.0
+        assert asked() is False
+    (said,) = caplog.messages
+    assert "OSError: the disk is full" in said
+    assert f"a barrier, {ends}; mend" in said
+    assert codes == []
+
+
+def test_several_nodes_without_an_agent_end_as_one(tmp_path: Path, clock: Clock, codes: list[int]) -> None:
+    """There is no master that would."""
+    asked = waiting(tmp_path, FULL, socket=None, nodes=2).asked
+    assert asked is not None
+    clock.now += stranded.ALONE_SECONDS
+    with pytest.raises(SaveError, match="the disk is full"):
+        asked()
+    assert codes == [1]
 
 
 @pytest.mark.parametrize("said", [{}, {"paths": ["model.pt"]}], ids=["waiting", "background"])
