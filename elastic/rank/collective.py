@@ -23,7 +23,12 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 # When a peer dies, its sockets close and a wait ends at once. This timeout, in seconds, is for a peer that only hangs.
-TIMEOUT_SECONDS = 1800.0
+# Ranks wait here for one that writes a large checkpoint on a slow disk. Under an agent the master ends one that hangs.
+TIMEOUT_SECONDS = 6 * 3600.0
+# The same for the store through which they find each other, and for each answer of it.
+STORE_SECONDS = 1800.0
+# A wait that fails after this part of its timeout has had no answer.
+SILENT_SHARE = 0.9
 # Seconds before the first, second, ... check whether a connection to a peer is closed.
 PEER_LOOKS_SECONDS = (0.0, 0.02, 0.08)
 # A tag that no message of ours has, so that nobody ever answers.
@@ -45,6 +50,10 @@ class OtherThread(RuntimeError):
 
 class PeerLost(RuntimeError):
     """A peer is gone, or is no longer waited for. Raised inside ``Collective.unless``, and by ``agree``."""
+
+
+class PeerSilent(PeerLost):
+    """A peer has not come for as long as the group waits."""
 
 
 class Pending(Protocol):
@@ -217,7 +226,7 @@ class GlooCollective(ByMessages):
         world_size: As in ``WORLD_SIZE``.
         epoch: Keeps keys of different epochs apart if a store outlives one.
         number: The same for groups that follow one another in a process.
-        timeout: Seconds that any one operation may take.
+        timeout: Seconds that any one operation may take; the store has ``STORE_SECONDS`` for its answers.
     """
 
     def __init__(
@@ -279,7 +288,7 @@ class GlooCollective(ByMessages):
 
         self._connected()
         prefix = f"dalsegno/{self._epoch}/{self._left}/{use}"
-        return dist.PrefixStore(prefix, _another(self._store, self._timeout))  # type: ignore[attr-defined]
+        return dist.PrefixStore(prefix, _another(self._store, timedelta(seconds=STORE_SECONDS)))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Leaves the group. Call ``barrier`` before, or a peer that is still in a collective sees its connection go.
@@ -314,7 +323,7 @@ class GlooCollective(ByMessages):
         return _AllGather(work, tensor, parts, wait)
 
     def _wait(self, work: Any) -> None:
-        gone, pause = self._gone, FIRST_LOOK_SECONDS
+        gone, pause, began = self._gone, FIRST_LOOK_SECONDS, time.monotonic()
         if gone is None:
             work.wait(self._timeout)
             return
@@ -327,7 +336,8 @@ class GlooCollective(ByMessages):
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            raise PeerLost(str(error).partition("\n")[0]) from error
+            silent = time.monotonic() - began >= SILENT_SHARE * self._timeout.total_seconds()
+            raise (PeerSilent if silent else PeerLost)(str(error).partition("\n")[0]) from error
 
     def _connected(self) -> Any:
         check_main_thread()
@@ -336,7 +346,7 @@ class GlooCollective(ByMessages):
             from torch.distributed.rendezvous import rendezvous
 
             began = time.monotonic()
-            store, rank, world_size = next(iter(rendezvous("env://", timeout=self._timeout)))
+            store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(seconds=STORE_SECONDS))))
             if (rank, world_size) != (self.rank, self.world_size):
                 raise RuntimeError(f"rank {rank} of {world_size} in the environment, the session is {self.rank}")
             # After a run's end ranks may meet again, for a last sum; the store still has the addresses of the group

@@ -14,9 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
-from ..rank.collective import Collective
+from ..rank.collective import Collective, PeerLost, PeerSilent
 from ..rank.exits import insist
 from ..rank.identity import Identity
 from ..rank.link import Link
@@ -45,7 +45,9 @@ def unless_stranded(
         said: What this rank says. Nothing is done unless that is a problem.
 
     Raises:
-        SaveError: The others have not come, and have written nothing for too long. This process ends.
+        SaveError: The others have not come, and have written nothing for too long. This process ends. `SavedByNobody`:
+            One of them is gone.
+        PeerLost: One of them is gone, and its notice was over.
     """
     if "text" not in said or identity.world_size == 1:
         yield
@@ -56,8 +58,17 @@ def unless_stranded(
     size = (lambda: bytes_below(own.path)) if own.name else (lambda: 0)
     stranded = Stranded(identity.rank, own, said["text"], patience, size, identity.stall_timeout)
     # The master's patience is that with a save for as long as this waits, not that with a step.
-    with SavingReports(link if own.name else None, own.name, size), collective.unless(stranded.look):
-        yield
+    try:
+        with SavingReports(link if own.name else None, own.name, size), collective.unless(stranded.look):
+            yield
+    except PeerLost as lost:
+        if link is not None and link.ending:
+            raise
+        stranded.is_left(lost)
+
+
+class SavedByNobody(SaveError, PeerLost):
+    """A rank could not write its part, and a peer is gone. Which of them was the cause of the other is not known."""
 
 
 class Stranded:
@@ -128,6 +139,18 @@ class Stranded:
             f"{self._line}; and the other ranks have written nothing for {self._patience:.0f} s, so they may wait for"
             f" this one in a barrier: {ADVICE}"
         )
+
+    def is_left(self, lost: PeerLost) -> NoReturn:
+        """The wait has failed.
+
+        Raises:
+            SaveError: The others have not come for as long as the group waits. This process ends.
+            SavedByNobody: One of them is gone.
+        """
+        if isinstance(lost, PeerSilent):
+            insist(1)
+            raise SaveError(f"{self._line}; and the other ranks have not come: {lost}; {ADVICE}") from lost
+        raise SavedByNobody(f"{self._line}; and a rank is gone: {lost}") from lost
 
     @property
     def _line(self) -> str:

@@ -26,6 +26,46 @@ print(json.dumps(found))
 """
 
 
+SILENT = """
+import sys
+from dalsegno.elastic.rank.collective import GlooCollective, PeerLost
+rank, what = int(sys.argv[1]), sys.argv[2]
+group = GlooCollective(rank, 2, 0, timeout=3.0)
+group.barrier()
+if rank == 1:
+    if what == "silent":
+        sys.stdin.read()
+    sys.exit()
+try:
+    with group.unless(lambda: False):
+        group.barrier()
+except PeerLost as lost:
+    print(type(lost).__name__)
+"""
+
+
+@pytest.mark.parametrize(("what", "kind"), [("silent", "PeerSilent"), ("gone", "PeerLost")])
+def test_a_peer_that_is_only_silent_is_told_from_one_that_is_gone(what: str, kind: str) -> None:
+    """Nobody is to blame, as far as is known, for not coming within the group's timeout."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SILENT, str(rank), what],
+            env={**os.environ, **place, "RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        # Not `communicate`, which would close what the other one waits for.
+        assert ranks[0].stdout is not None
+        assert ranks[0].stdout.read().decode() == f"{kind}\n"
+    finally:
+        for rank in reversed(ranks):
+            rank.communicate(timeout=60)
+
+
 class Never:
     """A collective that the others do not come to."""
 

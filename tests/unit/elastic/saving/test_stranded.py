@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from dalsegno.elastic.checkpoint import CheckpointStore, Position
+from dalsegno.elastic.rank.collective import PeerLost, PeerSilent
 from dalsegno.elastic.rank.identity import Identity
+from dalsegno.elastic.rank.meetings import may_be_a_peers
 from dalsegno.elastic.saving import stranded
 from dalsegno.elastic.saving.content import Content, Own
 from dalsegno.elastic.saving.outcomes import SaveError
@@ -150,6 +152,58 @@ def test_several_nodes_without_an_agent_end_as_one(tmp_path: Path, clock: Clock,
     with pytest.raises(SaveError, match="the disk is full"):
         asked()
     assert codes == [1]
+
+
+class Losing(Group):
+    """Of a rank whose wait fails."""
+
+    def __init__(self, error: PeerLost) -> None:
+        super().__init__()
+        self._error = error
+
+    @contextmanager
+    def unless(self, gone: Callable[[], bool]) -> Iterator[None]:
+        yield
+        raise self._error
+
+
+class Ending:
+    """A link to an agent that says, or does not, that a notice is over."""
+
+    def __init__(self, ending: int) -> None:
+        self.ending = ending
+
+    def send(self, message: object, *, droppable: bool = False) -> None:
+        """Nobody listens."""
+
+
+@pytest.mark.parametrize(
+    ("lost", "ends", "kinds"),
+    [
+        (PeerSilent("Timed out waiting 21600000ms"), [1], (SaveError,)),
+        (PeerLost("Connection closed by peer"), [], (SaveError, PeerLost)),
+    ],
+    ids=["silent", "gone"],
+)
+def test_what_it_had_is_said_where_its_wait_fails(
+    tmp_path: Path, codes: list[int], lost: PeerLost, ends: list[int], kinds: tuple[type, ...]
+) -> None:
+    """Its own trouble may be the cause. Whether a peer is to blame, or it may stay, is asked only if one is gone."""
+    with pytest.raises(
+        SaveError, match=r"step 5 failed: OSError: the disk is full \(rank 1\); and .*(Timed|Connec)"
+    ) as e:
+        waiting(tmp_path, FULL, group=Losing(lost))
+    assert all(isinstance(e.value, kind) for kind in kinds)
+    assert may_be_a_peers(e.value) is (PeerLost in kinds)
+    assert codes == ends
+
+
+def test_a_leaver_whose_notice_is_over_is_no_failed_save(tmp_path: Path) -> None:
+    """The others' parts are sealed without it."""
+    lost = PeerLost("its notice is over")
+    with pytest.raises(PeerLost) as raised:
+        waiting(tmp_path, FULL, group=Losing(lost), link=Ending(1))
+    assert raised.value is lost
 
 
 @pytest.mark.parametrize("said", [{}, {"paths": ["model.pt"]}], ids=["waiting", "background"])
