@@ -33,11 +33,11 @@ from .content import Content, Own
 from .file_check import FileCheck
 from .names import Names
 from .outcomes import Outcomes, SaveError
-from .save_errors import Failed, describe, kept, problem, trouble
+from .save_errors import Failed, kept, problem, trouble
 from .saving_reports import Count, SavingReports, bytes_below
 from .sealing import Sealing
 from .staging import HostBuffers, wait_for_cards
-from .stranded import unless_stranded
+from .stranded import Unawaited, unless_stranded
 from .tiers import Disk, Memory
 from .writing import Summed
 
@@ -80,6 +80,7 @@ class Saver:
         self._link, self._resumed_from = link, resumed_from
         self._names = Names(identity, collective)
         self._unless_stranded = partial(unless_stranded, collective, identity, link)
+        self._unawaited = Unawaited(identity)
         in_memory = resumed_from.name if resumed_from is not None and resumed_in_memory else ""
         self._outcomes = Outcomes(identity, collective, link, store, best, candidate, in_memory)
         self.bests, self.saved = self._outcomes.bests, self._outcomes.saved
@@ -359,8 +360,8 @@ class Saver:
             asked.answer()
         files, error = self._copied(own, state, copies=not waits, enters=not beside)
         if beside:
-            with self._unless_stranded(own, {} if error is None else {"text": describe(error)}):
-                asked.answer()
+            self._unawaited.note(own, error)
+            asked.answer()
             return files, partial(self._enter_late, own, error)
         found = problem(error, own.path)
         said = {"paths": sorted(files)} if found is None else found.answer

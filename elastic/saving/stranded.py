@@ -24,6 +24,7 @@ from ..rank.remarks import remark
 from .apart import PATIENCE_SHARE
 from .content import Own
 from .outcomes import SaveError
+from .save_errors import describe
 from .saving_reports import SavingReports, bytes_below
 
 # Seconds after which it is said, and between two looks at what the others write.
@@ -65,6 +66,32 @@ def unless_stranded(
         if link is not None and link.ending:
             raise
         stranded.is_left(lost)
+
+
+class Unawaited:
+    """One rank's copies for saves in memory, which no rank waits for.
+
+    If one cannot be made this rank goes on to the next step all the same. Where the others wait for it in a barrier of
+    what saves, nobody would ever hear of it.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity, self._said = identity, identity.world_size == 1
+
+    def note(self, own: Own, error: BaseException | None) -> None:
+        """Says why this rank has no copy for a save: once, until it has one again, as memory may stay full."""
+        if error is None:
+            self._said = self._identity.world_size == 1
+        elif not self._said:
+            self._said = True
+            remark(
+                "rank %d could not copy its part of step %d: %s. It goes on; if the other ranks wait for it in a"
+                " barrier, the run stands still: %s",
+                self._identity.rank,
+                own.content.step,
+                describe(error),
+                ADVICE,
+            )
 
 
 class SavedByNobody(SaveError, PeerLost):

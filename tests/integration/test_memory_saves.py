@@ -11,6 +11,7 @@ import pytest
 
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, verify
 from dalsegno.elastic.checkpoint.parts import read_parts, write_part
+from tests.support.jobs.programs import wait_for
 from tests.support.workers import trainer_worker
 from tests.support.workers.fake_agent import FakeAgent
 
@@ -115,6 +116,15 @@ def test_what_memory_has_no_room_for_the_ranks_save_to_the_disk(tmp_path: Path, 
     said = "".join(agent.outputs)
     assert said.count("\ndalsegno: saving step-5.e1.1 in memory failed, the ranks save to the disk: ") == 1
     assert said.count("\ndalsegno: step 10 was saved in memory again\n") == 1
+
+
+def test_a_copy_that_fails_before_a_barrier_is_said(tmp_path: Path) -> None:
+    """From the second save in memory on no rank waits for the others' copies: they wait for this one in the barrier."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        more = ("--memory-every", "2", "--fail-rank", "1", "--fail-behind", "3", "--barrier", "--background")
+        agent.start("--steps", "1000", *more)
+        line = "\ndalsegno: rank 1 could not copy its part of step 4: OSError: [Errno 12] Cannot allocate memory. "
+        wait_for(lambda: line in agent.ranks[1].said(), 60, "nothing is said")
 
 
 def directly(agent: FakeAgent) -> list[int]:

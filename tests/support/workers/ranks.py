@@ -52,9 +52,9 @@ class Rank:
             TimeoutError: It still runs after so many seconds.
         """
         try:
-            return self._process.wait(seconds), self._text()
+            return self._process.wait(seconds), self.said()
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"a rank still runs after {seconds:.0f} s; it wrote:\n{self._text()}") from None
+            raise TimeoutError(f"a rank still runs after {seconds:.0f} s; it wrote:\n{self.said()}") from None
 
     def close(self) -> None:
         """Kills it if it still runs, and forgets its output."""
@@ -62,7 +62,8 @@ class Rank:
         self._process.wait(10)
         self._output.unlink(missing_ok=True)
 
-    def _text(self) -> str:
+    def said(self) -> str:
+        """All that it has written so far."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
 

@@ -69,6 +69,7 @@ def parse() -> argparse.Namespace:
     flags.add_argument("--fail-rank", type=int, default=-1)
     flags.add_argument("--fail-saves", type=int, default=1, help="how many saves fail on that rank")
     flags.add_argument("--fail-with", default="disk")
+    flags.add_argument("--fail-behind", type=int, default=0, help="with --barrier: the last step without a failure")
     flags.add_argument("--write-slowly", type=float, default=0.0, help="so long rank 0's first save takes, seconds")
     flags.add_argument("--barrier", action="store_true", help="what saves ends in a barrier of the script's own group")
     flags.add_argument("--swallow", action="store_true", help="catch the drain's exception and return 0")
@@ -120,7 +121,7 @@ def main() -> None:
 
     def state() -> dict[str, object]:
         nonlocal failed
-        if flags.barrier and s.rank == flags.fail_rank:
+        if flags.barrier and s.rank == flags.fail_rank and s.step > flags.fail_behind:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         if flags.barrier:
             dist.barrier()

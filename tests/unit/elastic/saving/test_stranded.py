@@ -206,6 +206,19 @@ def test_a_leaver_whose_notice_is_over_is_no_failed_save(tmp_path: Path) -> None
     assert raised.value is lost
 
 
+def test_a_copy_that_failed_and_that_nobody_waits_for_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And again behind one that was made."""
+    who = Identity(rank=1, world_size=2, socket="socket")
+    own = Own(Content(5, Position(0, 80)), Disk(CheckpointStore(tmp_path), who))
+    unawaited = stranded.Unawaited(who)
+    for error, count in ((None, 0), (MemoryError(), 1), (MemoryError(), 1), (None, 1), (MemoryError(), 2)):
+        unawaited.note(own, error)
+        assert len(caplog.messages) == count
+    assert caplog.messages[0].startswith("rank 1 could not copy its part of step 5: MemoryError. It goes on; if")
+
+
 @pytest.mark.parametrize("said", [{}, {"paths": ["model.pt"]}], ids=["waiting", "background"])
 def test_who_has_saved_its_part_waits_as_ever(tmp_path: Path, said: dict[str, Any]) -> None:
     """However long the others write."""
