@@ -56,10 +56,12 @@ logger = logging.getLogger(__name__)
 
 # For who knows torchrun's default, a store, and gives an endpoint that no node hosts.
 _HOSTS = "; with --rdzv-backend=c10d the node with that address hosts one"
-# For who runs in a pod of DLRover's operator, which names DLRover's own master there.
+# For who runs in a pod of DLRover's operator, which names DLRover's own master there. What to do holds only where that
+# answers: a silent one may be ours, and late, and the job would get a second one.
+_BY_VARIABLE = f"; the variable {Variable.MASTER} names it"
 _OPERATORS = (
-    f"; the variable {Variable.MASTER} names it, as DLRover's operator has it for a master of DLRover's: unset it, or"
-    " give --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT of the node that is to host ours"
+    ", as DLRover's operator has it for a master of DLRover's: unset it, or give --rdzv-backend=c10d"
+    " --rdzv-endpoint=HOST:PORT of the node that is to host ours"
 )
 
 
@@ -196,6 +198,7 @@ def _agent_config(
         connect_timeout=options.connect_timeout,
         addresses=options.master or options.meet or "",
         hint=_hint(options),
+        advice=_OPERATORS if options.master_is_variables else "",
         token_file=str(options.token_file or ""),
         # With the other flag its configuration says what this one would tell it.
         script_flag=not (knows_us(script) or options.deepspeed_load_universal),
@@ -226,7 +229,7 @@ def _hint(options: argparse.Namespace) -> str:
     """What to say where no master of ours answers."""
     if options.rdzv_endpoint and options.master == options.rdzv_endpoint:
         return _HOSTS
-    return _OPERATORS if options.master_is_variables else ""
+    return _BY_VARIABLE if options.master_is_variables else ""
 
 
 def _best_rule(options: argparse.Namespace) -> BestRule | None:

@@ -189,7 +189,8 @@ def refused(decision: Decision, event: ev.Refused) -> None:
         return
     where = state.settings.addresses
     if where and event.code == "UNIMPLEMENTED" and is_stranger(event.detail):
-        decision.exit(ev.EXIT_USAGE, f"what answers at {where} is not Dal Segno's dlrover-master{state.settings.hint}")
+        what = f"{state.settings.hint}{state.settings.advice}"
+        decision.exit(ev.EXIT_USAGE, f"what answers at {where} is not Dal Segno's dlrover-master{what}")
         return
     decision.exit(ev.EXIT_USAGE, event.detail)
 

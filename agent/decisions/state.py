@@ -48,10 +48,11 @@ class AgentSettings:
     # Silence of the master after which this node's workers stop, even if nobody hears it; 0: they go on.
     self_fence: float = 0.0
     master_outage_timeout: float = MASTER_OUTAGE_TIMEOUT_SECONDS
-    # Where the master was looked for, for a person (empty: it is the job's own), and what to say if none answers there;
-    # and the token's file, if it has one.
+    # Where the master was looked for, for a person (empty: it is the job's own), what to say if none answers there, and
+    # behind that if another program does; and the token's file, if it has one.
     addresses: str = ""
     hint: str = ""
+    advice: str = ""
     token_file: str = ""
     # How long the first registration may go without any answer.
     connect_timeout: float = CONNECT_TIMEOUT_SECONDS

@@ -27,6 +27,7 @@ class AgentConfig:
         connect_timeout: how long the first registration may take.
         addresses: where the master was looked for, for people; empty: it is the job's own.
         hint: what to say where no master answers there, behind that; empty: nothing.
+        advice: what to say behind that where another program answers; empty: nothing.
         token_file: the file that the token comes from; empty: it is none.
         script_flag: if the job uses `--universal-checkpoint`, add the flag to the script's own arguments when it
             resumes from universal files.
@@ -64,6 +65,7 @@ class AgentConfig:
     connect_timeout: float = CONNECT_TIMEOUT_SECONDS
     addresses: str = ""
     hint: str = ""
+    advice: str = ""
     token_file: str = ""
     script_flag: bool = False
     deepspeed_load_universal: bool = False

@@ -142,6 +142,7 @@ class ElasticAgent(LocalElasticAgent):
                 master_outage_timeout=config.master_outage_timeout,
                 addresses=config.addresses,
                 hint=config.hint,
+                advice=config.advice,
                 token_file=config.token_file,
                 connect_timeout=config.connect_timeout,
                 save_timeout=max(self._beside.save_timeout, self._adoption.last_look),

@@ -108,6 +108,18 @@ def test_unreachable_master(shell: Shell) -> None:
     assert time.monotonic() - began < 60
 
 
+def test_unreachable_master_of_a_variable(shell: Shell) -> None:
+    """It is ours as likely as not, and late: who unset the variable would start a second one for the job."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        script = str(EXAMPLES / "ddp.py")
+        ended = shell.run("--job-id=job", "--connect-timeout=3", script, DLROVER_MASTER_ADDR=address)
+    expect_one_line(ended, "no master answered within 3 s", address, "the variable DLROVER_MASTER_ADDR names it")
+    assert "unset" not in ended.text
+    assert "--rdzv" not in ended.text
+
+
 def test_address_that_cannot_be_resolved(shell: Shell) -> None:
     """It is waited for, as names may come late after a boot: one line says so, and the last one what is wrong."""
     began = time.monotonic()

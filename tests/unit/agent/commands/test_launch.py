@@ -78,11 +78,16 @@ def test_an_endpoint_alone_is_a_masters(tmp_path: Path, flags: tuple[str, ...], 
 def test_a_master_that_only_a_variable_names_may_be_another_launchers(
     tmp_path: Path, flags: tuple[str, ...], hinted: bool
 ) -> None:
-    """DLRover's operator sets it for its own: where none of ours answers, the line names the variable."""
+    """DLRover's operator sets it for its own: where none of ours answers, the line names the variable.
+
+    What to do if it is DLRover's stands apart: it holds only where a stranger answers.
+    """
     options = parse(["--job-id=job", *flags, "train.py"], {"DLROVER_MASTER_ADDR": "h:1"})
     script = Script(sys.executable, ("-u", "train.py"))
     config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path, script)  # type: ignore[arg-type]
     assert ("the variable DLROVER_MASTER_ADDR names it" in config.hint) == hinted
+    assert ("unset it" in config.advice) == hinted
+    assert "unset" not in config.hint
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,21 @@ def test_who_gave_only_an_endpoint_hears_how_a_node_hosts_a_master() -> None:
     assert ending.message == "no master answered within 20 s: is it running at that address? (h:1); so and so"
 
 
+def test_who_follows_a_variable_hears_of_another_launchers_only_where_one_answers() -> None:
+    """A master of ours that is late would be given up for a second one, if the line said to unset the variable."""
+    silent = Agent(connect_timeout=20.0, addresses="h:1", hint="; V names it", advice=", as theirs: unset it")
+    silent.hear(ev.Started())
+    silent.waits(5.0)
+    (ending,) = silent.waits(15.0)
+    assert isinstance(ending, ev.Exit)
+    assert ending.message == "no master answered within 20 s: is it running at that address? (h:1); V names it"
+    stranger = Agent(connect_timeout=20.0, addresses="h:1", hint="; V names it", advice=", as theirs: unset it")
+    (ending,) = stranger.hear(ev.Started(), ev.Refused("UNIMPLEMENTED", "Method not found!"))[-1:]
+    assert isinstance(ending, ev.Exit)
+    what = "what answers at h:1 is not Dal Segno's dlrover-master"
+    assert ending.message == f"{what}; V names it, as theirs: unset it"
+
+
 def test_the_jobs_own_master_has_no_address_that_could_be_wrong() -> None:
     """It is looked for in the checkpoint directory, where its log says why it is silent."""
     agent = Agent(connect_timeout=20.0)
