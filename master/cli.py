@@ -40,7 +40,7 @@ from .server.lifetime import Lifetime
 from .server.server import BindError, ControlServer, ServerOptions
 from .server.standard_error import StderrHandler, say_last
 from .server.watchdog import HANG_TIMEOUT_SECONDS, Watchdog
-from .serving import STOP, print_line, run, say_end, stopping, tls_files
+from .serving import STOP, print_line, run, say_end, say_if_loopback, stopping, tls_files
 from .waiting import StartEnded, StoreWait
 
 __all__ = ("main",)
@@ -109,6 +109,7 @@ async def _serve(options: argparse.Namespace) -> int:
         embedded=options.embedded,
     )
     check_exposure(options.host, token, options.insecure)
+    say_if_loopback(options.host)
     if options.relay:
         return await _command(options, server_options)
     _check_several(options)

@@ -9,7 +9,9 @@ import json
 import logging
 import os
 import signal
+import socket
 
+from dalsegno.protos.addresses import is_loopback, is_only_here
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, MASTER_SUPERSEDED
 from dalsegno.protos.options import UsageError
 
@@ -19,7 +21,7 @@ from .server.lifetime import Lifetime
 from .server.server import ControlServer
 from .server.standard_error import StderrHandler, say_last
 
-__all__ = ("STOP", "print_line", "run", "say_end", "stopping", "tls_files")
+__all__ = ("STOP", "print_line", "run", "say_end", "say_if_loopback", "stopping", "tls_files")
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,22 @@ def say_end(error: StoreError) -> None:
     if not any(isinstance(handler, StderrHandler) for handler in logging.getLogger("dalsegno").handlers):
         log.error("%s", error)
     say_last(f"dlrover-master: {error}")
+
+
+def say_if_loopback(host: str) -> None:
+    """Warns where `--host` is a name that means only loopback on this machine, as Debian has it for its own one.
+
+    A name like localhost is meant so; one without an address has an error of its own.
+    """
+    with contextlib.suppress(OSError, UnicodeError):  # the second one of a name like a..b
+        found = [str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        if all(map(is_loopback, found)) and not is_only_here(host):
+            log.warning(
+                "--host %s means %s on this machine, so only its own nodes reach the master: for others give"
+                " --host 0.0.0.0, or an address of this machine",
+                host,
+                found[0],
+            )
 
 
 def print_line(said: dict[str, object]) -> None:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-__all__ = [
-    "EVERYWHERE",
-    "AddressChanged",
-    "MoveTo",
-    "is_loopback",
-    "is_only_here",
-    "rank_interfaces",
-    "ranks_elsewhere",
-]
+from dalsegno.protos.addresses import is_loopback
+
+__all__ = ["EVERYWHERE", "AddressChanged", "MoveTo", "rank_interfaces", "ranks_elsewhere"]
 
 # Whoever listens there does so at all addresses of its machine.
 EVERYWHERE = "0.0.0.0"
-# Names of the loopback address by convention; of Debian and Red Hat, too.
-_LOCAL = ("localhost", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -36,24 +27,6 @@ class MoveTo:
     """Action: what this node serves is served at this address from now on; the way to the master is made anew."""
 
     address: str
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can mean itself by an IP address."""
-    return ipaddress.ip_address(address.split("%")[0]).is_loopback
-
-
-def is_only_here(host: str) -> bool:
-    """Whether a host means each time the machine on which that is said: a loopback address, or a name like localhost.
-
-    Any other name that means loopback here means this machine's own, as Debian's `/etc/hosts` has it (127.0.1.1):
-    elsewhere it is another address.
-    """
-    try:
-        return is_loopback(host)
-    except ValueError:
-        labels = host.lower().rstrip(".").split(".")
-        return labels[0] in _LOCAL or labels[-1] == "localhost"
 
 
 def rank_interfaces(address: str, interfaces: Iterable[tuple[str, str]], chosen: Collection[str]) -> dict[str, str]:

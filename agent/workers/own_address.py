@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dalsegno.protos.addresses import host_and_port
+from dalsegno.protos.addresses import host_and_port, is_loopback, is_only_here
 from dalsegno.protos.shortage import CannotStartError, shortage
 
-from ..decisions.interfaces import is_loopback, is_only_here, rank_interfaces, ranks_elsewhere
+from ..decisions.interfaces import rank_interfaces, ranks_elsewhere
 
 __all__ = [
     "AddressWatch",

@@ -7,8 +7,9 @@ import signal
 import pytest
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.decisions.interfaces import is_loopback, is_only_here, rank_interfaces, ranks_elsewhere
+from dalsegno.agent.decisions.interfaces import rank_interfaces, ranks_elsewhere
 from dalsegno.protos import control_pb2
+from dalsegno.protos.addresses import is_loopback, is_only_here
 from tests.unit.agent.decisions.test_decisions import ME, Agent, kinds
 
 MOVED = ev.AddressChanged("10.0.0.4", "10.0.0.9")

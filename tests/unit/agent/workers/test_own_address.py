@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from dalsegno.agent.decisions.interfaces import is_loopback
 from dalsegno.agent.workers import own_address
 from dalsegno.agent.workers.own_address import (
     AddressWatch,
@@ -23,6 +22,7 @@ from dalsegno.agent.workers.own_address import (
     node_variables,
     why_not_begun,
 )
+from dalsegno.protos.addresses import is_loopback
 from dalsegno.protos.shortage import CannotStartError
 
 OLD, NEW = "10.0.0.4", "10.0.0.9"
