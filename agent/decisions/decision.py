@@ -57,7 +57,7 @@ class Decision:
 
     def register(self, previous: str) -> None:
         """Registers under the user's name, the node's earlier name, or one that the master gives."""
-        self.state.door.registering = True
+        self.state.door.registering, self.state.door.moved = True, None
         self.state.door.answer_deadline = None
         self.state.door.look_told_at = None if previous else self.now + SILENCE_SECONDS
         self.do(ev.Register(previous, self.state.settings.node_name or self.state.node))

@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.addresses import is_loopback
 
 from . import contact, directives, flash, keeping, leaving, memory, patience, quotes, ranks
 from . import events as ev
@@ -218,12 +219,15 @@ def register_when_due(decision: Decision) -> None:
 def address_changed(decision: Decision, event: ev.AddressChanged) -> None:
     """This node is reached elsewhere. The master hears it quite well; but its ranks would wait for dead connections.
 
-    The new address is told with a registration, so this is a new incarnation.
+    The new address is told with a registration, so this is a new incarnation. Workers that are alone on loopback have
+    lost nothing: they go on, and it registers before it joins a world with others.
     """
+    state = decision.state
     decision.do(ev.MoveTo(event.new))
-    if decision.state.door.registering:
-        decision.state.door.moved = event.old, event.new
-    elif decision.state.incarnation:
+    alone = state.world is not None and state.world.nodes == 1 and state.workers is not Workers.NONE
+    if state.door.registering or (alone and is_loopback(event.old)):
+        state.door.moved = event.old, event.new
+    elif state.incarnation:
         move(decision, event.old, event.new)
 
 
@@ -266,6 +270,9 @@ def prepare_join(decision: Decision) -> None:
         if decision.now < join.again_at:
             decision.wake_at(join.again_at)
             return
+    if state.door.moved is not None:
+        move(decision, *state.door.moved)
+        return
     failures = join.failures if join is not None and join.answers(wanted.round, wanted.resume) else 0
     state.place.join = replace(wanted, failures=failures)
     parts = tuple(state.place.order.parts) if state.place.order is not None else ()

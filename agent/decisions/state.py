@@ -80,7 +80,7 @@ class Door:
     # If another live node holds the user's node name: when to ask again, and until when.
     register_at: float | None = None
     name_deadline: float | None = None
-    # This node's address before and behind a move since it asked: what it has told of itself may be out of date.
+    # This node's address before and behind a move that the master may not know: since it asked, or while it was alone.
     moved: tuple[str, str] | None = None
 
 

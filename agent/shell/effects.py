@@ -33,7 +33,7 @@ from ..storage.errand import reason_of
 from ..storage.job_directory import JobDirectory, Storage, Survey
 from ..storage.room import RoomWatch, give_back_spares
 from ..workers.conversion_job import ConversionJob
-from ..workers.own_address import AddressWatch, elsewhere, first_address, node_address, node_variables
+from ..workers.own_address import elsewhere, first_address, node_variables, watch_address
 from ..workers.tcp_stores import StoreServers
 from .config import AgentConfig, differences
 from .mailbox import Mailbox
@@ -88,7 +88,7 @@ class Effects:
         # The newest commit that the master has told.
         self._head: control_pb2.Checkpoint | None = None
         way = tuple(masters), config.local_addr, config.settings.max_nodes > 1
-        self._address = first_address(*way, config.connect_timeout, say)
+        self._address = first_address(*way, config.connect_timeout, say, config.settings.min_nodes > 1)
         self._connector = connector
         self.stores = StoreServers(self._address)
         self.storage = Storage(directory)
@@ -127,8 +127,8 @@ class Effects:
             ),
         )
         self.client.saw_generation(seen_generation)
-        self._address_watch = AddressWatch(
-            self._address, partial(node_address, *way), lambda old, new: mailbox.put(ev.AddressChanged(old, new))
+        self._address_watch = watch_address(
+            *way, self._address, lambda old, new: mailbox.put(ev.AddressChanged(old, new))
         )
 
     def perform(self, action: ev.Action) -> bool:

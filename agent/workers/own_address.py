@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ __all__ = [
     "elsewhere",
     "first_address",
     "interfaces",
+    "is_for_now",
+    "later_address",
     "node_address",
     "node_variables",
+    "watch_address",
     "why_not_begun",
 ]
 
@@ -43,6 +47,9 @@ LOOK_SECONDS, LOOKS = 1.0, 2
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0
 # Of RFC 5737 and RFC 3849: nobody has them, so only a default route leads there.
 _NOWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+# What Linux says of each interface: a bridge has its ports in `brif`; a card has a `device`, and what is made of cards
+# (bonds, VLANs) names them with `lower_` before.
+_NET = Path("/sys/class/net")
 _NCCL_SETTING = re.compile(r"^\s*(NCCL_[A-Z_]+)\s*=", re.MULTILINE)
 
 
@@ -76,6 +83,24 @@ def node_address(masters: Sequence[str], local_addr: str | None, several: bool =
         NoAddressError: `local_addr` cannot be resolved.
         OSError: no master's name can, or no route leads there.
     """
+    return _address(masters, local_addr, several)
+
+
+def later_address(masters: Sequence[str], local_addr: str | None, several: bool, old: str) -> str:
+    """`node_address` where `old` is gone. Loopback: there is none yet that others reach.
+
+    Where the master's name means loopback, only a default route of the same kind replaces `old`. Which interface is the
+    first one says nothing while a lease is lost, and one that is there all the time is never gone again.
+    """
+    return _address(masters, local_addr, several, "" if is_loopback(old) else old)
+
+
+def is_for_now(masters: Sequence[str], local_addr: str | None, several: bool, address: str) -> bool:
+    """Whether `address`, from `node_address`, is loopback only because this machine has no other one yet."""
+    return several and not local_addr and is_loopback(address) and _own_name(masters) is not None
+
+
+def _address(masters: Sequence[str], local_addr: str | None, several: bool, old: str = "") -> str:
     if local_addr:
         try:
             return str(socket.getaddrinfo(local_addr, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -84,17 +109,17 @@ def node_address(masters: Sequence[str], local_addr: str | None, several: bool =
     problem = OSError("no master is known")
     for master in masters:
         try:
-            return _towards(master, several)
+            return _towards(master, several, old)
         except OSError as error:
             problem = error
     raise problem
 
 
-def _towards(master: str, several: bool) -> str:
+def _towards(master: str, several: bool, old: str) -> str:
     host, port = host_and_port(master)
     family, address = _meant(host, port)
     if is_loopback(str(address[0])):
-        return (several and not is_only_here(host) and _outside()) or str(address[0])
+        return (several and not is_only_here(host) and _outside(old)) or str(address[0])
     # Connecting a datagram socket sends nothing. It only chooses the route, and with it our own address.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -107,37 +132,53 @@ def _meant(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     return next((one for one in found if not is_loopback(str(one[1][0]))), found[0])
 
 
-def _outside() -> str:
-    """From where this machine reaches others: over its default route, else its first interface; empty: it has none."""
-    for family, nowhere in _NOWHERE:
+def _outside(old: str) -> str:
+    """From where this machine reaches others: over its default route, else its first interface; empty: it has none.
+
+    With an `old` one, only over a default route, and of that one's kind.
+    """
+    kinds = _NOWHERE if not old else [one for one in _NOWHERE if (one[0] == socket.AF_INET6) == (":" in old)]
+    for family, nowhere in kinds:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((nowhere, 9))
             if not is_loopback(found := str(probe.getsockname()[0])):
                 return found
-    return next((own for _, own in interfaces() if not is_loopback(own) and not _is_of_its_link(own)), "")
+    if old:
+        return ""
+    there = ((name, own) for name, own in interfaces() if not is_loopback(own) and not _is_of_its_link(own))
+    return next((own for name, own in there if not _is_among_ourselves(name)), "")
+
+
+def _is_among_ourselves(name: str) -> bool:
+    """Whether an interface is a bridge for containers or virtual machines alone: it has the same address elsewhere."""
+    try:
+        ports = [one.name for one in (_NET / name.partition(":")[0] / "brif").iterdir()]
+    except OSError:
+        return False  # no bridge
+    return not any((_NET / port / "device").exists() or any((_NET / port).glob("lower_*")) for port in ports)
 
 
 def _is_of_its_link(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_link_local
 
 
-def _misnamed(masters: Sequence[str], address: str) -> str:
-    """What a person is to know where a master's name means loopback here, and other nodes are told `address`."""
+def _own_name(masters: Sequence[str]) -> str | None:
+    """What a person is to know where the first master with an address has a name that means loopback here alone."""
     for master in masters:
         with contextlib.suppress(OSError):
             host, port = host_and_port(master)
             means = str(_meant(host, port)[1][0])
-            if is_loopback(address) or not is_loopback(means) or is_only_here(host):
-                return ""
-            return (
-                f"{host} means {means} on this machine, where no other node reaches it: they are told {address}"
-                " (--local-addr names another)"
-            )
-    return ""
+            return f"{host} means {means} on this machine" if is_loopback(means) and not is_only_here(host) else None
+    return None
 
 
 def first_address(
-    masters: Sequence[str], local_addr: str | None, several: bool, seconds: float, say: Callable[[str, bool], None]
+    masters: Sequence[str],
+    local_addr: str | None,
+    several: bool,
+    seconds: float,
+    say: Callable[[str, bool], None],
+    others: bool = False,
 ) -> str:
     """`node_address`, waited for: after a boot a master's name or the route to it may come later than the agent.
 
@@ -147,6 +188,7 @@ def first_address(
         several: there may be other nodes.
         seconds: how long to wait.
         say: told once that this node waits, and why; and which address it has where its own name means loopback.
+        others: the run needs other nodes, so this one also waits for an address beside loopback.
 
     Raises:
         OSError: as `node_address` at its last look.
@@ -155,18 +197,34 @@ def first_address(
     while True:
         try:
             found = node_address(masters, local_addr, several)
-            if not local_addr and (line := _misnamed(masters, found)):
-                say(line, False)
-            return found
+            left = until - time.monotonic()
+            own = _own_name(masters) if several and not local_addr else None
+            if own is None or not (others and is_loopback(found)) or left <= 0:
+                if own is not None and (line := _of_own_name(own, found, others)):
+                    say(line, False)
+                return found
+            line = f"{own}, which has no other address yet"
         except OSError as error:
             left = until - time.monotonic()
             if local_addr or not masters or left <= 0 or shortage(error):
                 raise
-            if pause == _FIRST_PAUSE:
-                why, all_of_them = error.strerror or error, ",".join(masters)
-                say(f"{all_of_them} cannot be reached yet ({why}): trying for {seconds:g} s (--connect-timeout)", False)
+            line = f"{','.join(masters)} cannot be reached yet ({error.strerror or error})"
+        if pause == _FIRST_PAUSE:
+            say(f"{line}: trying for {seconds:g} s (--connect-timeout)", False)
         time.sleep(min(pause, left))  # why: nobody tells when a name or a route appears
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _of_own_name(own: str, address: str, others: bool) -> str:
+    """What is said as a node begins whose master's name means loopback; empty: nothing, as no other may ever come."""
+    if not is_loopback(address):
+        return f"{own}, where no other node reaches it: they are told {address} (--local-addr names another)"
+    if not others:
+        return ""
+    return (
+        f"{own}, which has no other address: no other machine's node reaches this one until it has (--local-addr names"
+        " one)"
+    )
 
 
 def interfaces() -> list[tuple[str, str]]:
@@ -216,32 +274,37 @@ def _set_for_nccl(environment: Mapping[str, str]) -> set[str]:
 
 
 class AddressWatch:
-    """Tells when this node's address is gone and it has another one. Loopback stays, and is not watched.
+    """Tells when this node's address is gone and it has another one. Loopback stays, unless it is for now.
 
     Args:
         address: what other nodes were told.
-        find: the address that it has now; raises OSError while it has none.
+        find: the address that it has now in place of another one; OSError or loopback: it has none.
         moved: told the old and the new one, on a thread.
         every: seconds between two looks.
+        for_now: `address` is loopback, and any other one is better, see `is_for_now`.
     """
 
     def __init__(
         self,
         address: str,
-        find: Callable[[], str],
+        find: Callable[[str], str],
         moved: Callable[[str, str], None],
         every: float = LOOK_SECONDS,
+        for_now: bool = False,
     ) -> None:
         self._address, self._find, self._moved, self._every = address, find, moved, every
         self._over = threading.Event()
         # One that no interface has, such as that of a translated network, cannot be missed either.
-        if is_loopback(address) or not self._is_here():
+        if not for_now and (is_loopback(address) or not self._is_here()):
             return
         threading.Thread(target=self._watch, name="own-address", daemon=True).start()
 
     def close(self) -> None:
         """Nobody is told any more."""
         self._over.set()
+
+    def _stays(self) -> bool:
+        return not is_loopback(self._address) and self._is_here()
 
     def _is_here(self) -> bool:
         return any(own == self._address for _, own in interfaces())
@@ -251,9 +314,17 @@ class AddressWatch:
         while not self._over.wait(self._every):
             found = ""
             with contextlib.suppress(OSError):
-                found = "" if self._is_here() else self._find()
+                found = "" if self._stays() else self._find(self._address)
             looks = looks + 1 if found and found == seen else int(bool(found))
             seen = found
             if looks >= LOOKS and not is_loopback(found):
                 old, self._address, looks = self._address, found, 0
                 self._moved(old, found)
+
+
+def watch_address(
+    masters: Sequence[str], local_addr: str | None, several: bool, address: str, moved: Callable[[str, str], None]
+) -> AddressWatch:
+    """Watches what `first_address` has found. For the first three see `node_address`, for `moved` `AddressWatch`."""
+    way = masters, local_addr, several
+    return AddressWatch(address, partial(later_address, *way), moved, for_now=is_for_now(*way, address))

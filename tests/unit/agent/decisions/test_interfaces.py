@@ -8,9 +8,9 @@ import pytest
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions.interfaces import rank_interfaces, ranks_elsewhere
-from dalsegno.protos import control_pb2
+from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.addresses import is_loopback, is_only_here
-from tests.unit.agent.decisions.test_decisions import ME, Agent, kinds
+from tests.unit.agent.decisions.test_decisions import ME, Agent, kinds, world
 
 MOVED = ev.AddressChanged("10.0.0.4", "10.0.0.9")
 
@@ -96,6 +96,61 @@ def test_a_node_that_moved_without_workers_registers_at_once() -> None:
     """The master has to tell others its new address."""
     agent = Agent().registered()
     assert kinds(agent.hear(MOVED)) == ["MoveTo", "Say", "Register"]
+
+
+FROM_LOOPBACK = ev.AddressChanged("127.0.1.1", "10.0.0.4")
+GATHER = control_pb2.Gather(round=2)
+
+
+def alone() -> Agent:
+    """Its workers run in a world of one node, on a machine that had no network yet."""
+    only = world()
+    only.nodes = 1
+    agent = Agent().registered()
+    agent.directed(run=only)
+    agent.said(hello=worker_pb2.Hello(epoch=1))
+    return agent
+
+
+def test_a_node_alone_that_gets_its_first_address_trains_on() -> None:
+    """Loopback is not gone, and nobody else uses what it was told: the steps since the last commit were lost."""
+    agent = alone()
+    assert kinds(agent.hear(FROM_LOOPBACK)) == ["MoveTo"]
+    agent.directed(gather=GATHER)
+    agent.said(drained=worker_pb2.Drained())
+    agent.exits(0)
+    actions = agent.hear(ev.WorkersStopped(1))
+    assert kinds(actions)[-2:] == ["Say", "Register"]
+    assert "PrepareJoin" not in kinds(actions)
+    assert agent.did(ev.Register)[-1] == ev.Register(ME, "me")
+    reply = control_pb2.RegisterReply(generation=1, node="me", run_id="run-0001")
+    assert kinds(agent.hear(ev.Registered("me.2", reply))) == []
+    assert kinds(agent.directed(gather=GATHER)) == ["PrepareJoin"]
+
+
+def test_a_node_alone_that_gets_its_first_address_and_ends_does_not_join_anew() -> None:
+    """Nobody hears of that address: the master has to hear that the run is over."""
+    agent = alone()
+    agent.hear(FROM_LOOPBACK)
+    agent.exits(0)
+    agent.hear(ev.WorkersStopped(1))
+    assert len(agent.did(ev.Register)) == 1
+
+
+def test_a_node_that_was_fenced_meanwhile_joins_anew_once() -> None:
+    """It has told its new address with that."""
+    agent = alone()
+    agent.hear(FROM_LOOPBACK)
+    agent.directed(fenced=control_pb2.Fenced(reason="dead"))
+    agent.hear(ev.WorkersStopped(1))
+    reply = control_pb2.RegisterReply(generation=1, node="me", run_id="run-0001")
+    assert kinds(agent.hear(ev.Registered("me.2", reply))) == []
+
+
+def test_a_node_that_told_others_loopback_does_not_wait() -> None:
+    """They do not reach its store, and it waits for them."""
+    agent = Agent().registered().running()
+    assert kinds(agent.hear(FROM_LOOPBACK)) == ["MoveTo", "Say", "StopWorkers"]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["its first registration", "a later one"])

@@ -44,8 +44,11 @@ def rendezvous(tmp_path: Path, kept_environment: None) -> Iterator[Rendezvous]:
 def test_a_master_that_has_no_address_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it was waited for; torch would show its own stack."""
 
-    def never(masters: Sequence[str], local_addr: str | None, several: bool, seconds: float, say: object) -> str:
-        assert (masters, local_addr, several, seconds) == (("node0:1",), None, True, CONNECT_TIMEOUT_SECONDS)
+    def never(
+        masters: Sequence[str], local_addr: str | None, several: bool, seconds: float, say: object, others: bool
+    ) -> str:
+        wanted = ("node0:1",), None, True, CONNECT_TIMEOUT_SECONDS, False
+        assert (masters, local_addr, several, seconds, others) == wanted
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(effects, "first_address", never)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import queue
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,11 @@ from dalsegno.agent.workers.own_address import (
     NoAddressError,
     first_address,
     interfaces,
+    is_for_now,
+    later_address,
     node_address,
     node_variables,
+    watch_address,
     why_not_begun,
 )
 from dalsegno.protos.addresses import is_loopback
@@ -50,7 +53,8 @@ class Names:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *here: tuple[str, str], **names: list[str]) -> None:
         self._names, self._know = names, socket.getaddrinfo
         monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
-        monkeypatch.setattr(own_address, "interfaces", lambda: [("lo", "127.0.0.1"), ("lo", "::1"), *here])
+        self.here = [*here]
+        monkeypatch.setattr(own_address, "interfaces", lambda: [("lo", "127.0.0.1"), ("lo", "::1"), *self.here])
         monkeypatch.setattr(own_address, "_NOWHERE", ())
 
     def _look_up(self, host: str, port: Any, **options: Any) -> list[Any]:
@@ -76,6 +80,102 @@ def test_a_machine_without_a_network_stays_by_itself(monkeypatch: pytest.MonkeyP
     Names(monkeypatch, ("eth0", "169.254.7.1"), **DEBIAN)
     assert node_address(["head:29400"], None) == "127.0.1.1"
     assert said_of(["head:29400"], True) == []
+
+
+@pytest.fixture
+def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the kernel says of a machine: cards, a bond of two, and bridges, of which one has a card's frames."""
+    for name in ("eth0/device", "eth1/device", "bond0/lower_eth1", "veth7", "tap0", "lo"):
+        (tmp_path / name).mkdir(parents=True)
+    for port in ("docker0/brif/veth7", "virbr0/brif/tap0", "br0/brif/eth0", "br1/brif/bond0", "br1/brif/veth7"):
+        (tmp_path / port).mkdir(parents=True)
+    (tmp_path / "empty0" / "brif").mkdir(parents=True)
+    monkeypatch.setattr(own_address, "_NET", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "leads"),
+    [
+        *(("docker0", False), ("virbr0", False), ("empty0", False), ("docker0:x", False)),
+        *(("br0", True), ("br1", True), ("br0:ranks", True), ("eth0", True), ("veth7", True), ("eth9", True)),
+    ],
+)
+def test_a_bridge_of_this_machines_containers_leads_to_no_other_node(
+    monkeypatch: pytest.MonkeyPatch, cards: Path, name: str, leads: bool
+) -> None:
+    """172.17.0.1 is Docker's on each machine. A bridge with a card behind it is the machine's way out."""
+    assert cards.is_dir()
+    Names(monkeypatch, (name, "172.17.0.1"), **DEBIAN)
+    assert node_address(["head:29400"], None) == ("172.17.0.1" if leads else "127.0.1.1")
+
+
+def test_a_lost_address_is_not_replaced_by_whatever_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a lease is lost there may be other interfaces, which stay: the node would never come back from them."""
+    names = Names(monkeypatch, ("docker0", "172.17.0.1"), ("eth1", "10.99.0.1"), **DEBIAN)
+    assert is_loopback(later_address(["head:29400"], None, True, OLD))
+    # From loopback any of them is better.
+    assert later_address(["head:29400"], None, True, "127.0.1.1") == "172.17.0.1"
+    names.here = []
+    assert is_loopback(later_address(["head:29400"], None, True, "127.0.1.1"))
+
+
+def test_a_lost_address_is_replaced_by_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router's IPv6 outlives the lease of IPv4: other nodes may have none."""
+    asked: list[Any] = []
+    Names(monkeypatch, **DEBIAN)
+    nowhere = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
+    monkeypatch.setattr(own_address, "_NOWHERE", nowhere)
+    make = socket.socket
+
+    def note(family: Any, *rest: Any) -> socket.socket:
+        asked.append(family)
+        return make(family, *rest)
+
+    for old, families in (
+        (OLD, [socket.AF_INET]),
+        ("fd00::4", [socket.AF_INET6]),
+        ("127.0.1.1", [socket.AF_INET, socket.AF_INET6]),
+    ):
+        asked.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "socket", note)
+            later_address(["head:29400"], None, True, old)
+        assert asked == families
+
+
+def test_loopback_for_lack_of_another_is_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a person means loopback, or no other node may come, it stays."""
+    Names(monkeypatch, **DEBIAN)
+    assert is_for_now(["no-such-host.invalid:1", "head:29400"], None, True, "127.0.1.1")
+    assert not is_for_now(["head:29400"], None, True, OLD)
+    assert not is_for_now(["head:29400"], None, False, "127.0.1.1")
+    assert not is_for_now(["head:29400"], "head", True, "127.0.1.1")
+    for here in "127.0.0.1:1", "localhost:1":
+        assert not is_for_now([here], None, True, "127.0.0.1")
+
+
+def test_who_needs_other_nodes_waits_for_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a boot the hosts file answers before there is a lease: the others were told 127.0.1.1, for ever."""
+    names = Names(monkeypatch, **DEBIAN)
+    late = LateNetwork(monkeypatch, itself=False)
+    assert late.first(None, 60, "head:1", others=True, slept=lambda: names.here.append(("eth0", OLD))) == OLD
+    waits, told = (text for text, _ in late.said)
+    why = "head means 127.0.1.1 on this machine, which has no other address yet"
+    assert waits == f"{why}: trying for 60 s (--connect-timeout)"
+    assert f"they are told {OLD}" in told
+
+
+def test_nodes_of_one_machine_without_a_network_begin_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not many, but they are there; and a line says what was not found."""
+    Names(monkeypatch, **DEBIAN)
+    late = LateNetwork(monkeypatch, itself=False)
+    assert late.first(None, 60, "head:1", others=True) == "127.0.1.1"
+    assert late.now == pytest.approx(160)
+    assert [text for text, _ in late.said][1:] == [
+        "head means 127.0.1.1 on this machine, which has no other address: no other machine's node reaches this one"
+        " until it has (--local-addr names one)"
+    ]
 
 
 def test_a_name_with_another_address_besides_means_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,16 +252,28 @@ def test_why_an_agent_does_not_begin(error: OSError, line: str) -> None:
 class LateNetwork:
     """A machine that boots: for some looks nothing is there yet. Time passes while somebody sleeps, and only then."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *problems: OSError, ever: bool = True) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *problems: OSError, ever: bool = True, itself: bool = True
+    ) -> None:
         self.problems, self.looks, self.ever = problems, 0, ever
         self.now, self.said = 100.0, list[tuple[str, bool]]()
-        monkeypatch.setattr(own_address, "node_address", self._address)
+        self._slept: Callable[[], None] = lambda: None
+        if itself:
+            monkeypatch.setattr(own_address, "node_address", self._address)
         clock = SimpleNamespace(sleep=self._sleep, monotonic=lambda: self.now)
         monkeypatch.setattr(own_address, "time", clock, raising=False)
 
-    def first(self, local_addr: str | None, seconds: float, *masters: str) -> str:
+    def first(
+        self,
+        local_addr: str | None,
+        seconds: float,
+        *masters: str,
+        others: bool = False,
+        slept: Callable[[], None] = lambda: None,
+    ) -> str:
+        self._slept = slept
         return first_address(
-            masters, local_addr, True, seconds, lambda text, warning: self.said.append((text, warning))
+            masters, local_addr, True, seconds, lambda text, warning: self.said.append((text, warning)), others
         )
 
     def _address(self, masters: Sequence[str], local_addr: str | None, several: bool) -> str:
@@ -174,6 +286,7 @@ class LateNetwork:
     def _sleep(self, seconds: float) -> None:
         assert seconds > 0
         self.now += seconds
+        self._slept()
 
 
 NO_NAME = socket.gaierror(-2, "Name or service not known")
@@ -239,7 +352,7 @@ class Network:
     """What a watch sees, and what it has told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.here, self.route, self.looks = [("eth0", OLD)], OLD, 0
+        self.here, self.route, self.looks, self.asked = [("eth0", OLD)], OLD, 0, ""
         self.told: queue.Queue[tuple[str, str]] = queue.Queue()
         monkeypatch.setattr(own_address, "interfaces", self._interfaces)
 
@@ -247,7 +360,8 @@ class Network:
         self.looks += 1
         return self.here
 
-    def find(self) -> str:
+    def find(self, old: str) -> str:
+        self.asked = old
         if not self.route:
             raise OSError("no route")
         return self.route
@@ -269,6 +383,7 @@ def test_a_change_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     network.look(5)
     network.here, network.route = [("eth0", NEW)], NEW
     assert network.told.get(timeout=30) == (OLD, NEW)
+    assert network.asked == OLD
     network.look(5)
     network.here, network.route = [("eth0", OLD)], OLD
     assert network.told.get(timeout=30) == (NEW, OLD)
@@ -284,6 +399,23 @@ def test_another_address_beside_it_is_no_change(monkeypatch: pytest.MonkeyPatch)
     watch.close()
 
 
+def test_loopback_for_now_is_left_for_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that booted before it had a lease; later that address is watched as any other."""
+    network = Network(monkeypatch)
+    network.here, network.route = [("lo", "127.0.1.1")], "127.0.1.1"
+    watch = AddressWatch(
+        "127.0.1.1", network.find, lambda old, new: network.told.put((old, new)), every=0.01, for_now=True
+    )
+    with pytest.raises(queue.Empty):
+        network.told.get(timeout=0.2)
+    network.here, network.route = [("eth0", OLD)], OLD
+    assert network.told.get(timeout=30) == ("127.0.1.1", OLD)
+    network.look(5)
+    network.here, network.route = [("eth0", NEW)], NEW
+    assert network.told.get(timeout=30) == (OLD, NEW)
+    watch.close()
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1"])
 def test_what_cannot_go_is_not_watched(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     """Loopback, and what no interface has."""
@@ -293,3 +425,16 @@ def test_what_cannot_go_is_not_watched(monkeypatch: pytest.MonkeyPatch, address:
     with pytest.raises(queue.Empty):
         network.told.get(timeout=0.1)
     assert network.looks == looks
+
+
+def test_an_agents_watch_follows_its_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From loopback, which it was told for lack of another address; and not where a person means that."""
+    names = Names(monkeypatch, **DEBIAN)
+    told: queue.Queue[tuple[str, str]] = queue.Queue()
+    meant = watch_address(["127.0.1.1:1"], None, True, "127.0.1.1", lambda *both: told.put(("meant", str(both))))
+    watch = watch_address(["head:1"], None, True, "127.0.1.1", lambda old, new: told.put((old, new)))
+    names.here = [("eth0", OLD)]
+    assert told.get(timeout=60) == ("127.0.1.1", OLD)
+    watch.close()
+    meant.close()
+    assert told.empty()
