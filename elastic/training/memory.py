@@ -114,7 +114,8 @@ class MemorySaves:
     def _ended(self, cadence: Cadence, step: int) -> bool:
         """Returns whether the save has failed, and was to come to the disk."""
         assert self._saving is not None
-        failed = self._session.saves.of(self._saving, in_memory=True) is None
+        # What the step was saved as before, for the case of a crash alone, nobody brings to the disk.
+        failed = self._session.saves.of(self._saving, in_memory=True, for_disk=self._to_disk) is None
         apart = cadence.proposal()
         if self._auto:
             apart = self._session.saves.largest(apart)

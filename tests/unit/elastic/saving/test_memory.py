@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from dalsegno.elastic import background
-from dalsegno.elastic.checkpoint import MANIFEST, SHARDED, CheckpointStore, Manifest, Position, Tracked, verify
+from dalsegno.elastic.checkpoint import MANIFEST, SHARDED, CheckpointStore, Manifest, Position, Ref, Tracked, verify
 from dalsegno.elastic.checkpoint import files as reading
 from dalsegno.elastic.checkpoint.parts import part_path, parts_directory, read_parts, write_part
 from dalsegno.elastic.checkpoint.spares import keep_spares
@@ -30,6 +31,7 @@ from dalsegno.elastic.saving.outcomes import SaveError
 from dalsegno.elastic.saving.resuming import Damaged, ResumePoint, handed_out
 from dalsegno.elastic.saving.saving import Saver
 from dalsegno.elastic.saving.writing import write_files
+from dalsegno.elastic.training.memory import MemorySaves
 from dalsegno.elastic.training.saves import Saves
 from dalsegno.protos import worker_pb2
 from dalsegno.protos.reads import Reads
@@ -956,6 +958,31 @@ def test_a_step_in_memory_that_is_wanted_on_the_disk_is_saved_anew(tmp_path: Pat
     assert together(2, one) == [[alone, alone, wanted, wanted, wanted]] * 2
     for agent in job.agents:
         assert [(one.name, one.make_durable) for one in agent.of("sealed")] == [(alone, False), (wanted, True)]
+
+
+@pytest.mark.parametrize("to_disk", [True, False])
+def test_a_step_that_has_no_room_in_memory_once_more_is_the_disks(tmp_path: Path, to_disk: bool) -> None:
+    """The older copy is for a crash alone: nobody brings it to the disk."""
+    job = Job(tmp_path, 2, budget=1 << 20)
+    full = [job.memory(node).with_name("of-another-run") for node in range(2)]
+
+    def one(group: Threads) -> list[bool]:
+        with closing(saves_of(job, group)) as saves:
+
+            def save(make_durable: bool) -> Ref | None:
+                options: Any = {"create_directory": True, "wait": True, "drain": False, "in_memory": True}
+                what = replace(content(), make_durable=make_durable)
+                return saves.save(what, writes(group.rank), **options)
+
+            session: Any = SimpleNamespace(can_save_in_memory=True, settle=saves.settle, saves=saves)
+            memory = MemorySaves(session, 5, save)
+            first = memory.at(5, saved=False)
+            assert saves.of(5, in_memory=True) is not None
+            full[group.rank].write_bytes(bytes(1 << 20))
+            group.barrier()
+            return [first, memory.at(5, saved=not to_disk, to_disk=to_disk)]
+
+    assert together(2, one) == [[False, to_disk]] * 2
 
 
 @pytest.mark.parametrize("metric", [None, 1.0])

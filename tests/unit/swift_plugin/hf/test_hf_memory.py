@@ -83,6 +83,22 @@ def test_memory_saves_are_nobodys_but_the_runs(tmp_path: Path, memory: Path, mon
     assert found == hf.train(make(tmp_path / "b", monkeypatch, every=0))
 
 
+def test_a_save_of_a_step_that_has_no_room_once_more_in_memory_is_on_the_disk(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At an epoch's end the step is saved for a crash first, and nobody brings that to the disk. An epoch has 4."""
+    look = Memory.look
+
+    def one_copy(self: Memory) -> None:
+        look(self)
+        if any(one.step == 4 for one in inventory(memory)):
+            raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(Memory, "look", one_copy)
+    hf.train(make(tmp_path / "a", monkeypatch, every=4, save_strategy="epoch"))
+    assert [one.step for one in inventory(tmp_path / "a" / "checkpoints")] == [4, 8, 12]
+
+
 class ReadsBack(Trainer):  # type: ignore[misc]  # transformers is not typed
     """Somebody's own, which looks at what it has just saved."""
 
