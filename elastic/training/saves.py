@@ -290,7 +290,8 @@ class Saves:
         """See ``Session.save``. Collective.
 
         What can be written in the background is, if it goes to memory. A drain's that fails in memory is tried on the
-        disk at once. What the agents were to bring to the disk goes there itself while no master is heard.
+        disk at once; if that fails, too, it goes with what memory has of its step. What the agents were to bring to the
+        disk goes there itself while no master is heard.
         """
         assert self.saver is not None
         if content.make_durable and self.unheard:
@@ -311,6 +312,8 @@ class Saves:
             else:
                 options = {"create_directory": create_directory, "drain": drain, "in_memory": place}
                 saved = self._sealed(self.saver.save(content, beside, **options))
+        if saved is None and drain and in_memory:
+            saved = self.of(content.step, in_memory=True)
         return saved
 
     def _sealed(self, manifest: Manifest | None) -> Ref | None:

@@ -985,6 +985,27 @@ def test_a_step_that_has_no_room_in_memory_once_more_is_the_disks(tmp_path: Path
     assert together(2, one) == [[False, to_disk]] * 2
 
 
+def test_a_drain_with_a_metric_that_fits_nowhere_ends_in_what_is_in_memory(tmp_path: Path) -> None:
+    """It is not the best, and all of the step is in it."""
+    job = Job(tmp_path, 2)
+    for agent in job.agents:
+        agent.drain = agent.to_memory = True
+
+    def fails(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    def one(group: Threads) -> list[str]:
+        with closing(saves_of(job, group)) as saves:
+            options: Any = {"create_directory": True, "wait": True, "in_memory": True}
+            found = [saves.save(content(), writes(group.rank), drain=False, **options)]
+            found += [saves.save(replace(content(), metric=1.0), fails, drain=True, **options)]
+            job.agents[group.rank].to_memory = False
+            found += [saves.save(replace(content(), metric=1.0), fails, drain=True, **options)]
+            return ["" if ref is None else ref.name for ref in found]
+
+    assert together(2, one) == [["step-5.e3.1", "step-5.e3.1", ""]] * 2
+
+
 @pytest.mark.parametrize("metric", [None, 1.0])
 def test_a_drain_with_a_metric_does_not_end_in_what_has_none(tmp_path: Path, metric: float | None) -> None:
     """What is in memory alone is not the best: the drain's save of the same step may be."""
