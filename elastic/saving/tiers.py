@@ -161,26 +161,31 @@ class Memory(Disk):
         """
         self._bytes = count
         try:
-            self._check_all()
+            self._check_all(self._ahead)
         finally:
             self._bytes = 0
 
     def check_room(self) -> None:
-        # Of the first checkpoint of a process nobody knows how much it takes, until it is written. All ranks of the
-        # node may be at it.
-        problem = lacks_memory(AHEAD_BYTES * self.identity.local_world_size, available_bytes())
+        # Of the first checkpoint of a process nobody knows how much it takes, until it is written.
+        problem = lacks_memory(self._ahead, available_bytes())
         if not problem and self.leads and not self._bytes:
             problem = self._without_spares(self._exceeds_budget)
         if problem:
             raise OSError(errno.ENOSPC, problem, str(self.store.run_dir))
+
+    @property
+    def _ahead(self) -> int:
+        """Bytes that may be written until somebody looks again. All ranks of the node may be at it."""
+        return AHEAD_BYTES * self.identity.local_world_size
 
     def _check_there(self) -> None:
         if not self.store.run_dir.is_dir():
             line = "the directory of this node in memory is gone (was it deleted?): the next world makes it again"
             raise OSError(errno.ENOENT, line, str(self.store.run_dir))
 
-    def _check_all(self) -> None:
-        if problem := self._without_spares(self._lacks_room) or self._lacks_memory():
+    def _check_all(self, ahead: int = 0) -> None:
+        """``ahead``: so much of the memory has to be left where a write looks for it, see `check_room`."""
+        if problem := self._without_spares(self._lacks_room) or self._lacks_memory(ahead):
             raise OSError(errno.ENOSPC, problem, str(self.store.run_dir))
 
     def _without_spares(self, lacks: Callable[[], str]) -> str:
@@ -208,10 +213,10 @@ class Memory(Disk):
             " two, and two of each node whose part it has"
         )
 
-    def _lacks_memory(self) -> str:
+    def _lacks_memory(self, ahead: int) -> str:
         # What it writes over has its memory: to give that back would win nothing.
         more = self._bytes - spare_bytes(self.store.run_dir)
-        if more <= FEW_BYTES or not (problem := lacks_memory(more, available_bytes())):
+        if more <= FEW_BYTES or not (problem := lacks_memory(more + ahead, available_bytes())):
             return ""
         return f"a checkpoint takes {megabytes(more)} more on this node, and {problem}"
 

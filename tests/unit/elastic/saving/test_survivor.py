@@ -25,6 +25,7 @@ from dalsegno.elastic.saving import survivor as survivor_module
 from dalsegno.elastic.saving import tiers, writing
 from dalsegno.elastic.saving.content import Content
 from dalsegno.elastic.saving.survivor import Survivor
+from dalsegno.protos.room import RESERVE_BYTES
 from tests.support.workers.fake_link import FakeLink
 
 CONTENT = Content(7, Position(0, 112))
@@ -198,6 +199,41 @@ def test_a_try_without_room_is_not_made_again_before_there_is_more(
         one.save(CONTENT, files, b"")
     assert wrote == [0, 1], "not all of it has room yet, which only a try can show"
     others.unlink()
+    assert one.save(CONTENT, files, b"") is not None
+
+
+def test_so_where_the_memory_itself_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write ends before the memory does, by what all ranks of the node may write until they look again."""
+    monkeypatch.setattr(writing, "AHEAD_BYTES", GROWS_BYTES)
+    monkeypatch.setattr(tiers, "AHEAD_BYTES", GROWS_BYTES)
+    monkeypatch.setattr(tiers, "FEW_BYTES", 0)
+    there = 2 << 20
+
+    def available() -> int:
+        return RESERVE_BYTES + there - sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+
+    monkeypatch.setattr(tiers, "available_bytes", available)
+    one, _ = survivor(tmp_path, budget=1 << 40)
+    wrote = list[int]()
+    write = one._write
+
+    def noted(*given: Any) -> Any:
+        wrote.append(len(wrote))
+        return write(*given)
+
+    monkeypatch.setattr(one, "_write", noted)
+    files = {"model.pt": bytes(4 << 20)}
+    for _ in range(3):
+        with pytest.raises(OSError, match="of memory can be had") as refused:
+            one.save(CONTENT, files, b"")
+        assert refused.value.errno == errno.ENOSPC
+        assert not os.listdir(tmp_path)
+    assert wrote == [0]
+    there = 3 << 20
+    with pytest.raises(OSError, match="of memory can be had"):
+        one.save(CONTENT, files, b"")
+    assert wrote == [0, 1], "not all of it has room yet, which only a try can show"
+    there = 5 << 20
     assert one.save(CONTENT, files, b"") is not None
 
 
