@@ -139,6 +139,7 @@ class Saves:
         store: Of the run's directory.
         carries: This rank's gradients are carried over boundaries.
         keep: See above; a save may change it.
+        by_script: The script says what is saved when, and not a framework's arguments.
         unheard: No agent of the world hears the master, as of the last exchange: the same on all ranks.
     """
 
@@ -146,7 +147,7 @@ class Saves:
         self, identity: Identity, collective: Collective, link: Link | None, resume: ResumePoint | None, keep: int
     ) -> None:
         self._identity, self._collective, self._link, self._resume = identity, collective, link, resume
-        self.keep, self.carries, self.unheard = keep, False, False
+        self.keep, self.carries, self.unheard, self.by_script = keep, False, False, True
         self.store = None if identity.run_dir is None else CheckpointStore(identity.run_dir)
         self.saver: Saver | None = None
         self._memory: bool | None = None
@@ -335,11 +336,12 @@ class Saves:
     def say_unsaved(self, step: int) -> None:
         """Says at the end of a training that its last step is in no checkpoint, where an earlier one is."""
         before = None if self.saver is None else self.saver.saved.last
-        if self._identity.rank or before is None or before >= step:
+        if self._identity.rank or not self.by_script or before is None or before >= step:
             return
         remark(
             "the training is finished at step %d, and its last checkpoint is of step %d: what was trained since is in "
-            "none, unless the script has saved it by itself; call session.save(...) before session.finish()",
+            "none, unless the script has saved it by itself; give session.steps(...) save=, or call session.save(...) "
+            "before session.finish()",
             step,
             before,
         )

@@ -84,6 +84,7 @@ class ElasticRun:
         # Rank 0's, because nodes may have different numbers of ranks, and so different ideas of the largest world.
         size = round(session.sum(size if session.rank == 0 else 0))
         self.session = session
+        session.saves.by_script = False
         self.alive = Alive(session.busy)
         self.plan = BatchPlan(
             size, session.world_size, args.per_device_train_batch_size, fixed_micro_batch=options.fixed_micro_batch

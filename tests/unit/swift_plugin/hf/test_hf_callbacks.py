@@ -109,6 +109,18 @@ def test_an_argument_that_the_script_changes_counts(tmp_path: Path) -> None:
     assert trainer.state.global_step == 4
 
 
+def test_who_saves_nothing_hears_no_advice_for_loops_of_ones_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`session.finish()` is not the script's: its arguments say what is saved."""
+    with pytest.raises(Drained):
+        hf.train(hf.make(tmp_path, hf.At(3, hf.drain), save_strategy="no"))
+    trainer = hf.make(tmp_path, save_strategy="no")
+    hf.train(trainer)
+    assert trainer.state.global_step == 12
+    assert "the training is finished at step" not in caplog.text
+
+
 class Tolerant(Trainer):  # type: ignore[misc]
     """Goes on where an evaluation fails."""
 
