@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..data.batch import batch_in
+from ..rank import rng
 from ..rank.remarks import remark
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class LeftLoop:
         self._within = self._trained = self._seems_trained = False
         # Its body has ended the training.
         self._closed = False
+        # The generators as it was left in a step that does not count.
+        self._generators: bytes | None = None
 
     def begins(self, batch: Any) -> None:
         """The body has this batch now."""
@@ -93,6 +96,19 @@ class LeftLoop:
         if batch_in(self._batch) is not None:
             self._batch = None  # It holds what the script trains, which may have to go with the world.
         self._session.abandon_step(trained=self._trained)
+        if not self._trained:
+            self._generators = rng.capture()
+
+    def restore_rng(self) -> bool:
+        """Lets the next loop draw on where this one was left. Returns False if it was left behind a trained step.
+
+        Else the boundary before it was this loop's, and so was what is saved there: a run that resumes from that draws
+        on, too. What a script draws between its loops counts in neither.
+        """
+        if self._generators is None:
+            return False
+        rng.restore(self._generators)
+        return True
 
     def close_step(self) -> None:
         """The script ends the training in the body, or behind a loop that was left: counts what it has trained.

@@ -250,8 +250,9 @@ def _loop(
 
     run.rehearse()
     ready = session.meet(ahead()) > 0
-    session.restore_rng(seed)
     before, session.loop = session.loop, (loop := LeftLoop(session, run))
+    if before is None or seed is None or not before.restore_rng():
+        session.restore_rng(seed)
     if before is not None:
         # With the generators as they are now: who resumes from there begins with this loop.
         run.owes(before.make_up())

@@ -434,7 +434,8 @@ class BareSession(Measures):
         """Restores the random generators as the run left them; ``steps`` does it before its first step.
 
         Before this world's first step they continue bit-exactly from the resume point, if as many ranks have saved it.
-        Else, and before each further loop, (seed, step, rank) seeds them.
+        Else, and before each further loop, (seed, step, rank) seeds them. (Behind a loop that was left in a step that
+        does not count, ``steps`` goes on where that stood.)
 
         Args:
             seed: None: at step 0, and before each further loop, the generators are left alone.

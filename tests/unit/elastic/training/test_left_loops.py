@@ -260,6 +260,33 @@ def test_a_resumed_run_draws_in_its_further_loops_as_an_undisturbed_one(
     assert first + trained(tmp_path / "resumed", 8) == whole
 
 
+@pytest.mark.parametrize("saves", [1, 0], ids=["saved", "drained"])
+@pytest.mark.parametrize("ended", [2, 3, 4])
+def test_so_does_one_whose_loops_are_left_at_the_top_of_a_step(tmp_path: Path, ended: int, saves: int) -> None:
+    """Its boundary belongs to the loop before, and so does what is saved there; a script evaluates in between."""
+
+    def trained(directory: Path, until: int, every: int) -> list[float]:
+        with opened(directory) as session:
+            one = Training(session)
+            for ends in (2, 4, 6):
+                if session.step >= ends:
+                    continue
+                for batch in one.loop(max_steps=6, save_every=every, seed=5):
+                    if batch.step > until:
+                        return one.losses
+                    if batch.step > ends:
+                        break
+                    one.train(batch)
+                torch.rand(3)
+        return one.losses
+
+    whole = trained(tmp_path / "whole", 6, saves)
+    assert len(set(whole)) == 6
+    first = trained(tmp_path / "resumed", ended, ended)
+    assert sealed(tmp_path / "resumed")[-1] == ended
+    assert first + trained(tmp_path / "resumed", 6, saves) == whole
+
+
 def test_a_metric_leaves_the_generators_as_they_were(tmp_path: Path) -> None:
     """Python's, NumPy's and torch's, which an evaluation's loader draws its base seed from."""
 
