@@ -45,8 +45,16 @@ class LoopRun(Protocol):
     def took(self, batch: Any) -> None:
         """The batch was trained."""
 
-    def make_up(self, *, behind: bool) -> Due:
+    @property
+    def saves(self) -> bool:
+        """It has what to save with, and a directory. On all ranks alike."""
+
+    def make_up(self, *, behind: bool, later: bool) -> Due:
         """Makes the saves that were due, also at the present step if that is ``behind``. Collective.
+
+        Args:
+            behind: The present step was trained, and no boundary was behind it.
+            later: The next loop can save what is put off.
 
         Returns:
             What has to come behind a later step.
@@ -129,9 +137,9 @@ class LeftLoop:
             self._session.count_left_step()
         self._seems_trained = False
 
-    def make_up(self) -> Due:
+    def make_up(self, *, later: bool) -> Due:
         """Another loop begins: makes the saves that were due where this one was left. Collective. See `LoopRun`."""
-        return self._run.make_up(behind=self._trained)
+        return self._run.make_up(behind=self._trained, later=later)
 
     def finish(self) -> None:
         """See `LoopRun`."""

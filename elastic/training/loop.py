@@ -255,7 +255,7 @@ def _loop(
         session.restore_rng(seed)
     if before is not None:
         # With the generators as they are now: who resumes from there begins with this loop.
-        run.owes(before.make_up())
+        run.owes(before.make_up(later=run.saves))
     while ready:
         batch = run.begins(source.take())
         # The step that begins now counts as one of those that are left.
@@ -376,22 +376,34 @@ class _Run:
         self._save_between(step, due)
         return True
 
-    def make_up(self, *, behind: bool) -> Due:
+    @property
+    def saves(self) -> bool:
+        """See `LoopRun`."""
+        return self._write is not None
+
+    def make_up(self, *, behind: bool, later: bool) -> Due:
         """See `LoopRun`."""
         step, whole = self._session.step, self._whole
-        due = replace(self._due_at(Boundary(step)) if behind else self._late, drain=False)
+        lacks = self._settled(step)
+        due = self._due_at(Boundary(step)) if behind else self._late
+        due = replace(due, drain=False, to_disk=due.to_disk or lacks)
         if behind and whole is not None:
             whole.boundary(step)
-        if whole is not None and due.any and not self._session.worth_saving and whole.put_off(True, drain=False):
+        whole = whole if due.any and not self._session.worth_saving else None
+        if whole is not None and whole.put_off(True, drain=False, later=later):
             return due
         if behind or due.any:
             self._save_between(step, due)
-        if self._memory.on:
-            # The next loop knows nothing of a save that this one has begun.
-            self._session.settle()
-            if self._memory.at(step, saved=False, here=False):
-                self._save(self._value)
+        if self._settled(step):
+            self._save(self._value)
         return Due()
+
+    def _settled(self, step: int) -> bool:
+        """The next loop knows nothing of a save to memory that this one has begun: see `MemorySaves.at`. Collective."""
+        if not self._memory.on:
+            return False
+        self._session.settle()
+        return self._memory.at(step, saved=False, here=False)
 
     def owes(self, late: Due) -> None:
         """See `LoopRun`."""

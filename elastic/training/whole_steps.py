@@ -56,12 +56,13 @@ class WholeSteps:
         self._session.saves.carries = self._seen.known or self._seen.here
         return self._seen.here
 
-    def put_off(self, told: bool, *, drain: bool) -> bool:
+    def put_off(self, told: bool, *, drain: bool, later: bool = True) -> bool:
         """Whether what is due here comes behind a later step. Collective, and the same on all ranks.
 
         Args:
             told: Some rank has said that it carries gradients. On all ranks alike.
             drain: All ranks are to leave.
+            later: There is somebody to save it then. On all ranks alike.
         """
         if not told and self._boundaries > _FIRST:
             return False
@@ -70,7 +71,7 @@ class WholeSteps:
         # Of a leaver there may be no time for another step; it knows its notice, and the others do not.
         hurries = drain and now + self._seconds > saves.drain_by(since, DRAIN_SECONDS)
         most = SAVE_SECONDS if self._seen.known else UNKNOWN_SECONDS
-        waits = here and (drain or now - since < most)
+        waits = later and here and (drain or now - since < most)
         later = saves.largest(_HURRIES if hurries else int(waits)) == 1
         self._since = since if later else None
         if here and not later:

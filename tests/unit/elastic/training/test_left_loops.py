@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import random
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, CheckpointStore, ElasticSampler, SaveError, TrainingState
 from dalsegno.elastic.rank import rng
+from dalsegno.elastic.saving import tiers, writing
 from dalsegno.elastic.training import saves
 from dalsegno.elastic.training.session import BareSession
 
@@ -230,6 +232,61 @@ def test_what_was_put_off_at_a_break_is_saved_behind_a_later_step(tmp_path: Path
         loop(3)
         loop(5)
         assert sealed(tmp_path) == [4]
+
+
+def test_what_was_put_off_is_saved_at_once_where_the_next_loop_saves_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing comes behind a later step then; a line says what the checkpoint lacks."""
+    with opened(tmp_path) as session, caplog.at_level(logging.WARNING):
+        one = Training(session)
+
+        def loop(ends: int, **options: Any) -> None:
+            for batch in one.loop(max_steps=9, **options):
+                for micro in batch.micro_batches:
+                    micro.scale(one.model(micro.data).square().mean()).backward()
+                if batch.step % 2 == 0:
+                    one.step()
+                if batch.step == ends:
+                    break
+
+        loop(3, save_every=3)
+        weights = one.weights
+        loop(6, save=None)
+        assert sealed(tmp_path) == [3]
+        assert holds(tmp_path, weights)
+    assert [one for one in caplog.messages if one.startswith("step 3 is saved between two steps of an optimizer")]
+
+
+def test_a_save_in_memory_that_fails_behind_a_break_is_made_up_with_what_was_put_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agents were to bring it to the disk, and the next loop does not know of it."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+
+    def full(self: tiers.Memory) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(tiers.Memory, "check_room", full)
+    monkeypatch.setattr(writing, "AHEAD_BYTES", 1)
+    with opened(tmp_path / "run", memory_dir=memory) as session:
+        monkeypatch.setattr(session.saves, "_memory", True)
+        one = Training(session)
+
+        def loop(ends: int, **options: Any) -> None:
+            for batch in one.loop(max_steps=9, **options):
+                for micro in batch.micro_batches:
+                    micro.scale(one.model(micro.data).square().mean()).backward()
+                if batch.step % 2 == 1:
+                    one.step()
+                if batch.step == ends:
+                    break
+
+        loop(4, save_every=3, memory_every=2)
+        assert session.saves.under_way(in_memory=True)
+        loop(6)
+        assert sealed(tmp_path / "run") == [5]
 
 
 @pytest.mark.parametrize("seed", [None, 5])

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,10 @@ STEPS = 6
 
 
 @contextmanager
-def opened(run_dir: Path | None = None) -> Iterator[BareSession]:
+def opened(run_dir: Path | None = None, **identity: Any) -> Iterator[BareSession]:
     """A session in a world of one, outside `dlrover-run`."""
     handler = signal.getsignal(signal.SIGTERM)
-    session = entry._open(BareSession, Identity(run_dir=run_dir), 0, True)
+    session = entry._open(BareSession, Identity(run_dir=run_dir, **identity), 0, True)
     try:
         yield session
     finally:
