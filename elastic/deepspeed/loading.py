@@ -30,6 +30,7 @@ from ..rank.threads import shared_out
 from ..saving.optimizers import check_parameters
 from ..universal.forms import NESTED, NUMBERS, ZERO
 from ..universal.loading import load
+from ..universal.numpys import as_numpys
 from ..universal.shards import FP32
 from ..universal.source import ADAM_STATES, COMMON_STATE
 from ..universal.values import STEP, Values
@@ -97,31 +98,32 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
 def model_states_once(engine: Any) -> Iterator[None]:
     """Gives DeepSpeed the model states as they were read already, mapped: it reads them twice, and so do we.
 
-    Not at stage 0, where the optimizer keeps tensors of that file, nor where something else than torch reads.
+    Not at stage 0, where the optimizer keeps tensors of that file, nor where something else than torch reads. What
+    torch reads, and DeepSpeed hands on before we see it (a scheduler's state), has NumPy's own arrays.
     """
     reader = engine.checkpoint_engine
-    if int(engine.zero_optimization_stage()) == 0 or type(reader) is not TorchCheckpointEngine:
+    if type(reader) is not TorchCheckpointEngine:
         yield
         return
-    engine.checkpoint_engine = _Mapped(reader)
+    engine.checkpoint_engine = _Reader(reader, maps=int(engine.zero_optimization_stage()) != 0)
     try:
         yield
     finally:
         engine.checkpoint_engine = reader
 
 
-class _Mapped:
-    """A checkpoint engine that maps model states."""
+class _Reader:
+    """A checkpoint engine that maps model states, if ``maps``."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, *, maps: bool) -> None:
+        self._inner, self._maps = inner, maps
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        if not path.endswith("_model_states.pt"):
-            return self._inner.load(path, map_location=map_location)
+        if not (self._maps and path.endswith("_model_states.pt")):
+            return as_numpys(self._inner.load(path, map_location=map_location))
         # It adds to what it gets.
         found = load(Path(path), mmap=True)
         return {key: copy.copy(value) if isinstance(value, dict) else value for key, value in found.items()}

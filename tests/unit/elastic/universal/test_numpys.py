@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from dalsegno.elastic.universal import numpys
-from dalsegno.elastic.universal.loading import describe_refusal, load
+from dalsegno.elastic.universal.loading import describe_refusal, load, only_safe_loading
 from dalsegno.elastic.universal.numpys import as_numpys
 
 from .test_members import READERS, Call, saved, with_torch
@@ -200,19 +200,30 @@ def test_a_program_of_an_array_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_restored_client_state_has_numpys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At stage 0 DeepSpeed reads it, with torch alone: a sum of such an array was an array."""
+    """At stage 0 DeepSpeed reads it, with torch alone, and hands it on before we see it, as to a scheduler."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
     from dalsegno.elastic.deepspeed import engine as module
 
-    path = saved(tmp_path / "file", numpy.ones(2))
+    path = saved(tmp_path / "mp_rank_00_model_states.pt", numpy.ones(2))
+    scheduler: list[Any] = []
+
+    def load_checkpoint(*_: Any, **__: Any) -> tuple[str, Any]:
+        with only_safe_loading():
+            found = engine.checkpoint_engine.load(str(path), map_location="cpu")
+        scheduler.append(found["zero_stage"])
+        return str(path), with_torch(path)
+
     engine = types.SimpleNamespace(
         module=torch.nn.Linear(1, 1),
-        checkpoint_engine=None,
+        checkpoint_engine=TorchCheckpointEngine(),
         zero_optimization_stage=lambda: 0,
-        load_checkpoint=lambda *_, **__: (str(path), with_torch(path)),
+        load_checkpoint=load_checkpoint,
     )
     for name in ("separate_steps", "restore_unpartitioned"):
         monkeypatch.setattr(module, name, lambda *_: None)
     resume: Any = types.SimpleNamespace(path=tmp_path, universal=None, form="sharded", reshard=False)
     found = module._load(engine, resume, strict=True)["zero_stage"]
-    assert type(found) is numpy.ndarray
-    assert found.sum() == 2.0
+    for one in (found, *scheduler):
+        assert type(one) is numpy.ndarray
+        assert one.sum() == 2.0
