@@ -22,11 +22,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dalsegno.protos import control_pb2
-from dalsegno.protos.addresses import is_loopback
+from dalsegno.protos.addresses import is_only_here
 
 from . import contact, directives, flash, keeping, leaving, memory, patience, quotes, ranks
 from . import events as ev
-from .decision import Decision
+from .decision import Decision, has_made_nothing
 from .state import Admission, AgentSettings, AgentState, Door, Join, Outcome, Workers, fresh
 
 # Seconds until a Join is tried again: if its store could not be opened, and if it did not see the directory.
@@ -219,16 +219,23 @@ def register_when_due(decision: Decision) -> None:
 def address_changed(decision: Decision, event: ev.AddressChanged) -> None:
     """This node is reached elsewhere. The master hears it quite well; but its ranks would wait for dead connections.
 
-    The new address is told with a registration, so this is a new incarnation. Workers that are alone on loopback have
-    lost nothing: they go on, and it registers before it joins a world with others.
+    The new address is told with a registration, so this is a new incarnation. Workers that meet on loopback have lost
+    nothing: they go on, and it registers before it joins another world.
     """
     state = decision.state
     decision.do(ev.MoveTo(event.new))
-    alone = state.world is not None and state.world.nodes == 1 and state.workers is not Workers.NONE
-    if state.door.registering or (alone and is_loopback(event.old)):
-        state.door.moved = event.old, event.new
+    if state.door.registering or _meet_on_loopback(state):
+        state.door.moved = state.door.moved[0] if state.door.moved else event.old, event.new
     elif state.incarnation:
         move(decision, event.old, event.new)
+
+
+def _meet_on_loopback(state: AgentState) -> bool:
+    """Whether this node's workers train, all on this machine. (Several that have made no step may wait for others.)"""
+    world = state.world
+    if world is None or state.workers is Workers.NONE or not is_only_here(world.store_host):
+        return False
+    return world.nodes == 1 or not has_made_nothing(state)
 
 
 def move(decision: Decision, old: str, new: str) -> None:

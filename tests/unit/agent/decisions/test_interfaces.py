@@ -105,7 +105,7 @@ GATHER = control_pb2.Gather(round=2)
 def alone() -> Agent:
     """Its workers run in a world of one node, on a machine that had no network yet."""
     only = world()
-    only.nodes = 1
+    only.nodes, only.store_host = 1, "127.0.1.1"
     agent = Agent().registered()
     agent.directed(run=only)
     agent.said(hello=worker_pb2.Hello(epoch=1))
@@ -126,6 +126,29 @@ def test_a_node_alone_that_gets_its_first_address_trains_on() -> None:
     reply = control_pb2.RegisterReply(generation=1, node="me", run_id="run-0001")
     assert kinds(agent.hear(ev.Registered("me.2", reply))) == []
     assert kinds(agent.directed(gather=GATHER)) == ["PrepareJoin"]
+
+
+def test_a_node_alone_trains_on_in_each_further_network() -> None:
+    """Its ranks meet on loopback still: at the second one it lost the steps since the last commit."""
+    agent = alone()
+    agent.hear(FROM_LOOPBACK)
+    assert kinds(agent.hear(ev.AddressChanged("10.0.0.4", "10.1.0.9"))) == ["MoveTo"]
+    agent.directed(gather=GATHER)
+    agent.said(drained=worker_pb2.Drained())
+    agent.exits(0)
+    agent.hear(ev.WorkersStopped(1))
+    assert "this node's address is 10.1.0.9 now, not 127.0.1.1" in agent.did(ev.Say)[-1].text
+
+
+def test_nodes_of_one_machine_that_gets_a_network_train_on() -> None:
+    """Two terminals without one: both lost their steps, though no connection was dead."""
+    agent = Agent().registered()
+    both = world()
+    both.store_host = "127.0.1.1"
+    agent.directed(run=both)
+    agent.said(hello=worker_pb2.Hello(epoch=1))
+    agent.said(progress=worker_pb2.Progress(step=3))
+    assert kinds(agent.hear(FROM_LOOPBACK)) == ["MoveTo"]
 
 
 def test_a_node_alone_that_gets_its_first_address_and_ends_does_not_join_anew() -> None:
@@ -149,7 +172,11 @@ def test_a_node_that_was_fenced_meanwhile_joins_anew_once() -> None:
 
 def test_a_node_that_told_others_loopback_does_not_wait() -> None:
     """They do not reach its store, and it waits for them."""
-    agent = Agent().registered().running()
+    agent = Agent().registered()
+    both = world()
+    both.store_host = "127.0.1.1"
+    agent.directed(run=both)
+    agent.said(hello=worker_pb2.Hello(epoch=1))
     assert kinds(agent.hear(FROM_LOOPBACK)) == ["MoveTo", "Say", "StopWorkers"]
 
 
