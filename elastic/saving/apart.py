@@ -21,7 +21,7 @@ from dalsegno.protos import control_pb2
 from ..checkpoint import FileEntry, Manifest, seal
 from ..checkpoint.files import checksums, list_files
 from ..rank import rng
-from ..rank.collective import Collective, PeerLost
+from ..rank.collective import TIMEOUT_SECONDS, Collective, PeerLost
 from ..rank.link import Link
 from .background_save import SIGHT_PAUSES_SECONDS, STUCK
 from .saving_reports import Count
@@ -34,7 +34,7 @@ T = TypeVar("T")
 # a clock of its own. After a crash the agent ends this process earlier.
 WORD_SECONDS = 30.0
 # Seconds to wait for the other nodes, which still write. The master gives them up earlier (--stall-timeout).
-OTHERS_SECONDS = 1800.0
+OTHERS_SECONDS = TIMEOUT_SECONDS
 LOOK_SECONDS = 0.1
 # Part of --stall-timeout after which a disk that moves nothing makes the save fail. Steps then go on before the master
 # takes the ranks for stuck.
