@@ -13,7 +13,6 @@ from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
 
 from ..decisions.interfaces import EVERYWHERE
-from ..workers.own_address import reaches_nobody
 from .values import address, host
 
 __all__ = ["answers", "find_master", "local_address", "meeting_point", "split", "wait_for_name", "where_to_listen"]
@@ -144,7 +143,7 @@ def where_to_listen(host: str, own: str, several: bool) -> str:
         own: what that means here, see `local_address`.
         several: there may be other nodes.
     """
-    return EVERYWHERE if several and host != own and reaches_nobody(own) and not is_only_here(host) else own
+    return EVERYWHERE if several and is_loopback(own) and not is_only_here(host) else own
 
 
 def wait_for_name(address: str, seconds: float) -> None:

@@ -32,7 +32,6 @@ __all__ = [
     "later_address",
     "node_address",
     "node_variables",
-    "reaches_nobody",
     "watch_address",
     "why_not_begun",
 ]
@@ -88,18 +87,17 @@ def node_address(masters: Sequence[str], local_addr: str | None, several: bool =
 
 
 def later_address(masters: Sequence[str], local_addr: str | None, several: bool, old: str) -> str:
-    """`node_address` where `old` is gone. One that reaches nobody: there is none yet that others reach.
+    """`node_address` where `old` is gone. Loopback: there is none yet that others reach.
 
-    Where the master's name means this machine alone, only a default route replaces `old`, and one of the same kind.
-    Which interface is the first one says nothing while a lease is lost, and one that is there all the time is never
-    gone again.
+    Where the master's name means loopback, only a default route of the same kind replaces `old`. Which interface is the
+    first one says nothing while a lease is lost, and one that is there all the time is never gone again.
     """
-    return _address(masters, local_addr, several, "" if reaches_nobody(old) else old)
+    return _address(masters, local_addr, several, "" if is_loopback(old) else old)
 
 
 def is_for_now(masters: Sequence[str], local_addr: str | None, several: bool, address: str) -> bool:
-    """Whether `address`, from `node_address`, was taken only because this machine has no default route yet."""
-    return several and not local_addr and _own_name(masters) is not None and address != _routed(_NOWHERE)
+    """Whether `address`, from `node_address`, is loopback only because this machine has no other one yet."""
+    return several and not local_addr and is_loopback(address) and _own_name(masters) is not None
 
 
 def _address(masters: Sequence[str], local_addr: str | None, several: bool, old: str = "") -> str:
@@ -120,8 +118,8 @@ def _address(masters: Sequence[str], local_addr: str | None, several: bool, old:
 def _towards(master: str, several: bool, old: str) -> str:
     host, port = host_and_port(master)
     family, address = _meant(host, port)
-    if reaches_nobody(str(address[0])):
-        return (several and not _is_literal(host) and not is_only_here(host) and _outside(old)) or str(address[0])
+    if is_loopback(str(address[0])):
+        return (several and not is_only_here(host) and _outside(old)) or str(address[0])
     # Connecting a datagram socket sends nothing. It only chooses the route, and with it our own address.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -129,12 +127,9 @@ def _towards(master: str, several: bool, old: str) -> str:
 
 
 def _meant(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    """What a name means here: the first address under which others may be reached, if it has one.
-
-    A machine's own name may mean loopback (Debian), or all that it has at the moment (`myhostname` of systemd).
-    """
+    """What a name means here: the first address that is not loopback, if it has one."""
     found = [(one[0], one[4]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)]
-    return next((one for one in found if not reaches_nobody(str(one[1][0]))), found[0])
+    return next((one for one in found if not is_loopback(str(one[1][0]))), found[0])
 
 
 def _outside(old: str) -> str:
@@ -143,31 +138,15 @@ def _outside(old: str) -> str:
     With an `old` one, only over a default route, and of that one's kind.
     """
     kinds = _NOWHERE if not old else [one for one in _NOWHERE if (one[0] == socket.AF_INET6) == (":" in old)]
-    if (routed := _routed(kinds)) or old:
-        return routed
-    there = ((name, own) for name, own in interfaces() if not is_loopback(own) and not _is_of_its_link(own))
-    return next((own for name, own in there if not _is_among_ourselves(name)), "")
-
-
-def _routed(kinds: Sequence[tuple[socket.AddressFamily, str]]) -> str:
-    """This machine's address on a default route of these kinds; empty: there is none."""
     for family, nowhere in kinds:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((nowhere, 9))
             if not is_loopback(found := str(probe.getsockname()[0])):
                 return found
-    return ""
-
-
-def reaches_nobody(address: str) -> bool:
-    """Whether it is loopback, or this machine's own on a bridge for its containers or virtual machines alone."""
-    return is_loopback(address) or any(own == address and _is_among_ourselves(name) for name, own in interfaces())
-
-
-def _is_literal(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(host.split("%")[0]))
-    return False
+    if old:
+        return ""
+    there = ((name, own) for name, own in interfaces() if not is_loopback(own) and not _is_of_its_link(own))
+    return next((own for name, own in there if not _is_among_ourselves(name)), "")
 
 
 def _is_among_ourselves(name: str) -> bool:
@@ -189,8 +168,7 @@ def _own_name(masters: Sequence[str]) -> str | None:
         with contextlib.suppress(OSError):
             host, port = host_and_port(master)
             means = str(_meant(host, port)[1][0])
-            own = reaches_nobody(means) and not _is_literal(host) and not is_only_here(host)
-            return f"{host} means {means} on this machine" if own else None
+            return f"{host} means {means} on this machine" if is_loopback(means) and not is_only_here(host) else None
     return None
 
 
@@ -221,7 +199,7 @@ def first_address(
             found = node_address(masters, local_addr, several)
             left = until - time.monotonic()
             own = _own_name(masters) if several and not local_addr else None
-            if own is None or not (others and reaches_nobody(found)) or left <= 0:
+            if own is None or not (others and is_loopback(found)) or left <= 0:
                 if own is not None and (line := _of_own_name(own, found, others)):
                     say(line, False)
                 return found
@@ -239,7 +217,7 @@ def first_address(
 
 def _of_own_name(own: str, address: str, others: bool) -> str:
     """What is said as a node begins whose master's name means loopback; empty: nothing, as no other may ever come."""
-    if not reaches_nobody(address):
+    if not is_loopback(address):
         return f"{own}, where no other node reaches it: they are told {address} (--local-addr names another)"
     if not others:
         return ""
@@ -300,10 +278,10 @@ class AddressWatch:
 
     Args:
         address: what other nodes were told.
-        find: the address that it has now in place of another one; OSError or one that reaches nobody: it has none.
+        find: the address that it has now in place of another one; OSError or loopback: it has none.
         moved: told the old and the new one, on a thread.
         every: seconds between two looks.
-        for_now: whether an address was taken for lack of a better one, see `is_for_now`.
+        for_now: `address` is loopback, and any other one is better, see `is_for_now`.
     """
 
     def __init__(
@@ -312,19 +290,21 @@ class AddressWatch:
         find: Callable[[str], str],
         moved: Callable[[str, str], None],
         every: float = LOOK_SECONDS,
-        for_now: Callable[[str], bool] = lambda address: False,
+        for_now: bool = False,
     ) -> None:
         self._address, self._find, self._moved, self._every = address, find, moved, every
-        self._over, self._is_for_now = threading.Event(), for_now
-        self._for_now = for_now(address)
+        self._over = threading.Event()
         # One that no interface has, such as that of a translated network, cannot be missed either.
-        if not self._for_now and (is_loopback(address) or not self._is_here()):
+        if not for_now and (is_loopback(address) or not self._is_here()):
             return
         threading.Thread(target=self._watch, name="own-address", daemon=True).start()
 
     def close(self) -> None:
         """Nobody is told any more."""
         self._over.set()
+
+    def _stays(self) -> bool:
+        return not is_loopback(self._address) and self._is_here()
 
     def _is_here(self) -> bool:
         return any(own == self._address for _, own in interfaces())
@@ -334,12 +314,11 @@ class AddressWatch:
         while not self._over.wait(self._every):
             found = ""
             with contextlib.suppress(OSError):
-                found = "" if not self._for_now and self._is_here() else self._find(self._address)
+                found = "" if self._stays() else self._find(self._address)
             looks = looks + 1 if found and found == seen else int(bool(found))
             seen = found
-            if looks >= LOOKS and found != self._address and not reaches_nobody(found):
+            if looks >= LOOKS and not is_loopback(found):
                 old, self._address, looks = self._address, found, 0
-                self._for_now = self._is_for_now(found)
                 self._moved(old, found)
 
 
@@ -348,4 +327,4 @@ def watch_address(
 ) -> AddressWatch:
     """Watches what `first_address` has found. For the first three see `node_address`, for `moved` `AddressWatch`."""
     way = masters, local_addr, several
-    return AddressWatch(address, partial(later_address, *way), moved, for_now=partial(is_for_now, *way))
+    return AddressWatch(address, partial(later_address, *way), moved, for_now=is_for_now(*way, address))

@@ -98,14 +98,12 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
 def model_states_once(engine: Any) -> Iterator[None]:
     """Gives DeepSpeed the model states as they were read already, mapped: it reads them twice, and so do we.
 
-    Not at stage 0, where the optimizer keeps tensors of that file, nor where something else than torch reads. What
-    torch reads, and DeepSpeed hands on before we see it (a scheduler's state), has NumPy's own arrays.
+    Not at stage 0, where the optimizer keeps tensors of that file, nor where something else than torch reads. What is
+    read, and DeepSpeed hands on before we see it (a scheduler's state), has NumPy's own arrays in any case.
     """
     reader = engine.checkpoint_engine
-    if type(reader) is not TorchCheckpointEngine:
-        yield
-        return
-    engine.checkpoint_engine = _Reader(reader, maps=int(engine.zero_optimization_stage()) != 0)
+    maps = int(engine.zero_optimization_stage()) != 0 and type(reader) is TorchCheckpointEngine
+    engine.checkpoint_engine = _Reader(reader, maps=maps)
     try:
         yield
     finally:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from dalsegno.agent.commands.endpoint import where_to_listen
 from dalsegno.agent.workers import own_address
 from dalsegno.agent.workers.own_address import (
     AddressWatch,
@@ -145,29 +144,11 @@ def test_a_lost_address_is_replaced_by_one_of_its_kind(monkeypatch: pytest.Monke
         assert asked == families
 
 
-def test_a_name_may_mean_whatever_the_machine_has(monkeypatch: pytest.MonkeyPatch, cards: Path) -> None:
-    """As systemd's `myhostname` answers: before a lease that is Docker's bridge, which each machine has."""
-    assert cards.is_dir()
-    names = Names(monkeypatch, ("docker0", "172.17.0.1"), head=["172.17.0.1"])
-    monkeypatch.setattr(own_address, "_routed", lambda kinds: "")
-    assert is_for_now(["head:29400"], None, True, node_address(["head:29400"], None))
-    assert later_address(["head:29400"], None, True, OLD) == "172.17.0.1"
-    assert own_address.reaches_nobody("172.17.0.1")
-    assert where_to_listen("head", "172.17.0.1", several=True) == "0.0.0.0"
-    assert where_to_listen("172.17.0.1", "172.17.0.1", several=True) == "172.17.0.1"
-    # An address that a person gives is meant.
-    assert not is_for_now(["172.17.0.1:1"], None, True, "172.17.0.1")
-    names.here.insert(0, ("eth0", OLD))
-    assert node_address(["head:29400"], None) == OLD
-
-
-def test_what_is_taken_without_a_default_route_is_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a person means loopback, or no other node may come, it stays. A first interface may be a VPN's."""
+def test_loopback_for_lack_of_another_is_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a person means loopback, or no other node may come, it stays."""
     Names(monkeypatch, **DEBIAN)
     assert is_for_now(["no-such-host.invalid:1", "head:29400"], None, True, "127.0.1.1")
-    for routed in "", OLD:
-        monkeypatch.setattr(own_address, "_routed", lambda kinds, routed=routed: routed)
-        assert is_for_now(["head:29400"], None, True, OLD) is (routed == "")
+    assert not is_for_now(["head:29400"], None, True, OLD)
     assert not is_for_now(["head:29400"], None, False, "127.0.1.1")
     assert not is_for_now(["head:29400"], "head", True, "127.0.1.1")
     for here in "127.0.0.1:1", "localhost:1":
@@ -423,11 +404,7 @@ def test_loopback_for_now_is_left_for_another_address(monkeypatch: pytest.Monkey
     network = Network(monkeypatch)
     network.here, network.route = [("lo", "127.0.1.1")], "127.0.1.1"
     watch = AddressWatch(
-        "127.0.1.1",
-        network.find,
-        lambda old, new: network.told.put((old, new)),
-        every=0.01,
-        for_now=lambda address: address == "127.0.1.1",
+        "127.0.1.1", network.find, lambda old, new: network.told.put((old, new)), every=0.01, for_now=True
     )
     with pytest.raises(queue.Empty):
         network.told.get(timeout=0.2)

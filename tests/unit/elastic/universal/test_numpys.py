@@ -199,8 +199,12 @@ def test_a_program_of_an_array_is_not_run(tmp_path: Path) -> None:
         load(saved(tmp_path / "file", bad))
 
 
-def test_a_restored_client_state_has_numpys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At stage 0 DeepSpeed reads it, with torch alone, and hands it on before we see it, as to a scheduler."""
+@pytest.mark.parametrize("other", [False, True])
+def test_a_restored_client_state_has_numpys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: bool) -> None:
+    """At stage 0 DeepSpeed reads it, with torch alone, and hands it on before we see it, as to a scheduler.
+
+    Its fast engine does so too: a class of its own, which reads with torch.
+    """
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     from dalsegno.elastic.deepspeed import engine as module
@@ -216,7 +220,7 @@ def test_a_restored_client_state_has_numpys_own(tmp_path: Path, monkeypatch: pyt
 
     engine = types.SimpleNamespace(
         module=torch.nn.Linear(1, 1),
-        checkpoint_engine=TorchCheckpointEngine(),
+        checkpoint_engine=type("Fast", (TorchCheckpointEngine,), {})() if other else TorchCheckpointEngine(),
         zero_optimization_stage=lambda: 0,
         load_checkpoint=load_checkpoint,
     )
