@@ -57,6 +57,8 @@ class Decision:
 
     def register(self, previous: str) -> None:
         """Registers under the user's name, the node's earlier name, or one that the master gives."""
+        if self.state.door.moved is not None:
+            self.do(ev.MoveTo(self.state.door.moved[1]))
         self.state.door.registering, self.state.door.moved = True, None
         self.state.door.answer_deadline = None
         self.state.door.look_told_at = None if previous else self.now + SILENCE_SECONDS

@@ -26,7 +26,7 @@ from dalsegno.protos.addresses import is_only_here
 
 from . import contact, directives, flash, keeping, leaving, memory, patience, quotes, ranks
 from . import events as ev
-from .decision import Decision, has_made_nothing
+from .decision import Decision
 from .state import Admission, AgentSettings, AgentState, Door, Join, Outcome, Workers, fresh
 
 # Seconds until a Join is tried again: if its store could not be opened, and if it did not see the directory.
@@ -223,19 +223,24 @@ def address_changed(decision: Decision, event: ev.AddressChanged) -> None:
     nothing: they go on, and it registers before it joins another world.
     """
     state = decision.state
+    old = state.door.moved[0] if state.door.moved else event.old
+    if _meet_on_loopback(state):
+        # What the others of this machine fetch from it they fetch there.
+        state.door.moved = old, event.new
+        return
     decision.do(ev.MoveTo(event.new))
-    if state.door.registering or _meet_on_loopback(state):
-        state.door.moved = state.door.moved[0] if state.door.moved else event.old, event.new
+    if state.door.registering:
+        state.door.moved = old, event.new
     elif state.incarnation:
         move(decision, event.old, event.new)
 
 
 def _meet_on_loopback(state: AgentState) -> bool:
-    """Whether this node's workers train, all on this machine. (Several that have made no step may wait for others.)"""
+    """Whether this node's workers train, all on this machine. Several that have made no step may wait for others."""
     world = state.world
     if world is None or state.workers is Workers.NONE or not is_only_here(world.store_host):
         return False
-    return world.nodes == 1 or not has_made_nothing(state)
+    return world.nodes == 1 or state.epoch.step > world.resume.source.step
 
 
 def move(decision: Decision, old: str, new: str) -> None:

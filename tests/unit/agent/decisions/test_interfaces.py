@@ -115,12 +115,12 @@ def alone() -> Agent:
 def test_a_node_alone_that_gets_its_first_address_trains_on() -> None:
     """Loopback is not gone, and nobody else uses what it was told: the steps since the last commit were lost."""
     agent = alone()
-    assert kinds(agent.hear(FROM_LOOPBACK)) == ["MoveTo"]
+    assert agent.hear(FROM_LOOPBACK) == []
     agent.directed(gather=GATHER)
     agent.said(drained=worker_pb2.Drained())
     agent.exits(0)
     actions = agent.hear(ev.WorkersStopped(1))
-    assert kinds(actions)[-2:] == ["Say", "Register"]
+    assert kinds(actions)[-3:] == ["Say", "MoveTo", "Register"]
     assert "PrepareJoin" not in kinds(actions)
     assert agent.did(ev.Register)[-1] == ev.Register(ME, "me")
     reply = control_pb2.RegisterReply(generation=1, node="me", run_id="run-0001")
@@ -132,23 +132,24 @@ def test_a_node_alone_trains_on_in_each_further_network() -> None:
     """Its ranks meet on loopback still: at the second one it lost the steps since the last commit."""
     agent = alone()
     agent.hear(FROM_LOOPBACK)
-    assert kinds(agent.hear(ev.AddressChanged("10.0.0.4", "10.1.0.9"))) == ["MoveTo"]
+    assert agent.hear(ev.AddressChanged("10.0.0.4", "10.1.0.9")) == []
     agent.directed(gather=GATHER)
     agent.said(drained=worker_pb2.Drained())
     agent.exits(0)
     agent.hear(ev.WorkersStopped(1))
     assert "this node's address is 10.1.0.9 now, not 127.0.1.1" in agent.did(ev.Say)[-1].text
+    assert agent.did(ev.MoveTo) == [ev.MoveTo("10.1.0.9")]
 
 
 def test_nodes_of_one_machine_that_gets_a_network_train_on() -> None:
-    """Two terminals without one: both lost their steps, though no connection was dead."""
+    """Two terminals without one: both lost their steps, though no connection was dead. They hold each other's parts."""
     agent = Agent().registered()
     both = world()
     both.store_host = "127.0.1.1"
     agent.directed(run=both)
     agent.said(hello=worker_pb2.Hello(epoch=1))
     agent.said(progress=worker_pb2.Progress(step=3))
-    assert kinds(agent.hear(FROM_LOOPBACK)) == ["MoveTo"]
+    assert agent.hear(FROM_LOOPBACK) == []
 
 
 def test_a_node_alone_that_gets_its_first_address_and_ends_does_not_join_anew() -> None:
@@ -170,13 +171,15 @@ def test_a_node_that_was_fenced_meanwhile_joins_anew_once() -> None:
     assert kinds(agent.hear(ev.Registered("me.2", reply))) == []
 
 
-def test_a_node_that_told_others_loopback_does_not_wait() -> None:
-    """They do not reach its store, and it waits for them."""
+@pytest.mark.parametrize("hello", [False, True])
+def test_a_node_that_told_others_loopback_does_not_wait(hello: bool) -> None:
+    """They do not reach its store, and it waits for them, also before its script has come to the session."""
     agent = Agent().registered()
     both = world()
     both.store_host = "127.0.1.1"
     agent.directed(run=both)
-    agent.said(hello=worker_pb2.Hello(epoch=1))
+    if hello:
+        agent.said(hello=worker_pb2.Hello(epoch=1))
     assert kinds(agent.hear(FROM_LOOPBACK)) == ["MoveTo", "Say", "StopWorkers"]
 
 
