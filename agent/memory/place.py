@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from dalsegno.protos.text import is_component
 
+from ..processes.locked import held, is_at, lock_of
 from ..processes.mounts import file_system_of
 
 __all__ = ["Leftover", "MemoryPlace", "NoMemoryError", "default_root", "remove_leftovers"]
@@ -33,6 +32,7 @@ HELP = (
     " /dev/shm)"
 )
 _IN_MEMORY = ("tmpfs", "ramfs")
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 # Other agents that start sweep, too, and may take what was made just now for left behind.
 _TRIES = 8
 
@@ -82,7 +82,7 @@ def remove_leftovers(root: Path) -> list[Leftover]:
     _check_ours(root)
     for job in _directories(root):
         for path in _directories(job):
-            with contextlib.suppress(OSError), _locked(path):
+            with contextlib.suppress(OSError), held(path, _DIRECTORY):
                 found.append(Leftover(path, _size_below(path)))
                 shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -140,7 +140,8 @@ class MemoryPlace:
             NoMemoryError: the root is somebody else's by now.
             OSError: it cannot be made.
         """
-        if self._lock < 0 or self._is_there():
+        # Ranks that write just then make another directory of that name, which nobody has locked.
+        if self._lock < 0 or is_at(self._lock, self.path):
             return False
         self._root.mkdir(mode=0o700, exist_ok=True)
         _close(self._root)
@@ -149,13 +150,6 @@ class MemoryPlace:
         os.close(self._lock)
         self._lock = lock
         return True
-
-    def _is_there(self) -> bool:
-        """Ranks that write just then make another directory of that name, which nobody has locked."""
-        try:
-            return os.path.samestat(os.fstat(self._lock), os.lstat(self.path))
-        except FileNotFoundError:
-            return False
 
     def free_bytes(self) -> int:
         """What its file system has left."""
@@ -177,38 +171,11 @@ def _make_below(job: Path, name: str = "") -> tuple[Path, int]:
         try:
             job.mkdir(mode=0o700, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=bool(name))
-            descriptor = _lock_of(path)
+            descriptor = lock_of(path, _DIRECTORY)
         except (FileNotFoundError, BlockingIOError):
             continue  # swept away meanwhile
         return path, descriptor
     raise OSError(errno.EBUSY, "others remove it while it is made", str(job))
-
-
-def _lock_of(path: Path) -> int:
-    """A descriptor that holds the lock of a directory which is still there.
-
-    Raises:
-        BlockingIOError: somebody else holds it.
-        OSError: it is gone, a link, or no directory.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(descriptor), os.lstat(path)):
-            raise FileNotFoundError(errno.ENOENT, "it was removed", str(path))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = _lock_of(path)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _close(root: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_directory_that_is_swept_while_it_is_made_is_made_anew(
 ) -> None:
     """Between its making and its lock another agent may have taken it for left behind, also once it was opened."""
     root, swept = tmp_path / "root", []
-    original = fcntl.flock if opened else place._lock_of
+    original = fcntl.flock if opened else place.lock_of
 
     def sweeping(*arguments: Any) -> Any:
         if not swept:
@@ -61,7 +61,7 @@ def test_a_directory_that_is_swept_while_it_is_made_is_made_anew(
             swept.append(path)
         return original(*arguments)
 
-    monkeypatch.setattr(*((place.fcntl, "flock") if opened else (place, "_lock_of")), sweeping)
+    monkeypatch.setattr(*((fcntl, "flock") if opened else (place, "lock_of")), sweeping)
     mine = MemoryPlace(root, "job")
     assert mine.path.is_dir()
     assert mine.path not in swept
