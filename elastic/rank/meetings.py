@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
@@ -23,7 +22,7 @@ from .agreement import Refusal, Trouble, agree
 from .collective import Collective, OtherThread, PeerLost, check_main_thread
 from .exits import insist, is_decided, let_no_thread_delay, let_threads_go_on
 from .link import Link
-from .remarks import remark
+from .remarks import remarked_after
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,11 @@ class Meetings:
         """
         self.check_thread()
         # The others may be in a collective of the script's, and nobody would say what for this rank does not come.
-        late = self._collective.unless(_Late(self._collective.rank, problem).look) if problem else nullcontext()
+        line = (
+            f"rank {self._collective.rank} cannot go on, and the other ranks have not come yet: {problem}. They may be"
+            " loading, or wait for it in a barrier"
+        )
+        late = remarked_after(SAY_SECONDS, line) if problem else nullcontext()
         try:
             with late:
                 agree(self._collective, alike, problem, final=final)
@@ -173,26 +176,6 @@ class Meetings:
             # The group's threads would delay the end of this process for as long as they wait.
             insist(1)
             log.warning("the other ranks could not be told of it (%s)", alone)
-
-
-class _Late:
-    """A rank that has come to a meeting with a problem, before the others."""
-
-    def __init__(self, rank: int, problem: str) -> None:
-        self._rank, self._problem, self._told = rank, problem, False
-        self._began = time.monotonic()
-
-    def look(self) -> bool:
-        """Called again and again while it waits: says so once. False: it waits on."""
-        if not self._told and time.monotonic() - self._began >= SAY_SECONDS:
-            self._told = True
-            remark(
-                "rank %d cannot go on, and the other ranks have not come yet: %s. They may be loading, or wait for it"
-                " in a barrier",
-                self._rank,
-                self._problem,
-            )
-        return False
 
 
 # Packages whose errors of values are refusals.

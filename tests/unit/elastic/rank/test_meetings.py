@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from dalsegno.elastic.rank import meetings
+from dalsegno.elastic.rank import meetings, remarks
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
 from dalsegno.elastic.rank.collective import OtherThread, PeerLost, Solo
 from dalsegno.elastic.rank.envelopes import Statement, judge
@@ -123,19 +123,15 @@ def test_others_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pyt
 
 
 class Slow(Others):
-    """Comes late; meanwhile this rank is asked whether it waits on."""
+    """Comes when this rank has said a line, if it is to say one."""
 
-    looks: Callable[[], bool] | None = None
-
-    @contextmanager
-    def unless(self, gone: Callable[[], bool]) -> Iterator[None]:
-        self.looks = gone
-        yield
+    def __init__(self, told: threading.Event) -> None:
+        super().__init__()
+        self._told = told
 
     def meet(self, said: Statement, *, patience_seconds: float | None = None) -> None:
-        for _ in range(3) if self.looks else ():
-            assert self.looks is not None
-            assert self.looks() is False
+        if said.problem:
+            assert self._told.wait(60)
         super().meet(said, patience_seconds=patience_seconds)
 
 
@@ -145,8 +141,14 @@ def test_a_rank_that_waits_with_a_problem_says_so_once(
 ) -> None:
     """The others may be in a barrier of the script's own, and nothing else would tell what they wait for."""
     monkeypatch.setattr(meetings, "SAY_SECONDS", 0.0)
-    others = Slow()
-    one, _ = met(others)
+    told, plain = threading.Event(), remarks.remark
+
+    def remark(text: str) -> None:
+        plain(text)
+        told.set()
+
+    monkeypatch.setattr(remarks, "remark", remark)
+    one, _ = met(Slow(told))
     with pytest.raises(Refusal) if problem else nullcontext():
         one.compare({}, problem)
     said = [line for line in caplog.messages if "rank 0 cannot go on" in line]
