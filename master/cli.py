@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dalsegno.protos import processes
-from dalsegno.protos.addresses import ADDRESS, host_and_port
+from dalsegno.protos.addresses import ADDRESS, EVERYWHERE, host_and_port
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, Variable
 from dalsegno.protos.log_file import LogFile
 from dalsegno.protos.options import Parser, UsageError, file_path, job_id, nnodes, seconds
@@ -55,7 +55,7 @@ FILE_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
 # Seconds that a member of etcd, and all of them, have for an answer about who leads: less than the key lasts.
 KEY_CALL_SECONDS, KEY_PATIENCE_SECONDS = 1.0, 2.0
 # Addresses to listen on that nobody can go to.
-ANY_HOST = ("0.0.0.0", "::", "")
+ANY_HOST = (EVERYWHERE, "::", "")
 # How many damaged stores are kept for a person to look at.
 MOST_PUT_ASIDE = 9
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ipaddress
 import re
 
-__all__ = ("ADDRESS", "address_of", "addresses_of", "host_and_port", "is_loopback", "is_only_here")
+__all__ = ("ADDRESS", "EVERYWHERE", "address_of", "addresses_of", "host_and_port", "is_loopback", "is_only_here")
 
 # A host, with brackets if it is an IPv6 address, and a port that may be missing.
 ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
-
+# Whoever listens there does so at all addresses of its machine.
+EVERYWHERE = "0.0.0.0"
 # Names of the loopback address by convention; of Debian and Red Hat, too.
 _LOCAL = ("localhost", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
 

@@ -8,11 +8,10 @@ import socket
 import time
 from collections.abc import Mapping
 
-from dalsegno.protos.addresses import address_of, host_and_port, is_loopback, is_only_here
+from dalsegno.protos.addresses import EVERYWHERE, address_of, host_and_port, is_loopback, is_only_here
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
 
-from ..decisions.interfaces import EVERYWHERE
 from .values import address, host
 
 __all__ = ["answers", "find_master", "local_address", "meeting_point", "split", "wait_for_name", "where_to_listen"]

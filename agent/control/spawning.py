@@ -18,14 +18,13 @@ from google.protobuf.message import DecodeError
 
 from dalsegno.elastic.checkpoint.files import publish
 from dalsegno.protos import control_pb2
-from dalsegno.protos.addresses import address_of, host_and_port
+from dalsegno.protos.addresses import EVERYWHERE, address_of, host_and_port
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.credentials import SHORTEST_TOKEN, is_token
 from dalsegno.protos.own_program import command_of
 from dalsegno.protos.shortage import crowded, file_limit, starting
 from dalsegno.protos.text import object_in, one_line
 
-from ..decisions.interfaces import EVERYWHERE
 from ..processes.keeper import DEAF_TO
 from ..processes.signals import held_back
 from ..storage.private import open_private, put_aside, read_private

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from dalsegno.protos.addresses import is_loopback
 
-__all__ = ["EVERYWHERE", "AddressChanged", "MoveTo", "rank_interfaces", "ranks_elsewhere"]
+__all__ = ["AddressChanged", "MoveTo", "rank_interfaces", "ranks_elsewhere"]
 
-# Whoever listens there does so at all addresses of its machine.
-EVERYWHERE = "0.0.0.0"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
