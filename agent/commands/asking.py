@@ -30,8 +30,8 @@ from ..control.credentials import CredentialFiles
 from ..control.handshake import mismatch
 from ..control.places import MasterPlaces
 from ..control.spawning import events_on_record, read_token
+from ..decisions.contact import is_stranger
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
-from ..decisions.handling import is_stranger
 from ..storage.complaint import of_another
 from ..storage.private import PRIVATE
 from ..storage.survey import runs_in_order

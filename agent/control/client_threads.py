@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import grpc
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
-from ..decisions.contact import AWAY_AFTER_SECONDS
+from ..decisions.contact import AWAY_AFTER_SECONDS, is_stranger
+from .connection import RETRIED
 
 __all__ = [
     "FIRST_BACKOFF_SECONDS",
@@ -169,6 +171,17 @@ class Hearing:
         away = self.heard_at is not None and now - self.heard_at > AWAY_AFTER_SECONDS
         self.contact = (up and not (away or known), known)
         return before != self.contact
+
+
+    def is_silence(self, code: grpc.StatusCode, detail: str, method: str = "") -> bool:
+        """Whether a status says nothing about the call: nobody has answered, or another program where our master was.
+
+        That one may have taken its port while it is away, or a proxy answers for it. Remarks alone are unknown to a
+        master of ours: to an older one.
+        """
+        if code is grpc.StatusCode.UNIMPLEMENTED and method != "ReportRemark":
+            return self.heard_at is not None and is_stranger(detail)
+        return code in RETRIED
 
 
 class Backoff:

@@ -26,7 +26,7 @@ from dalsegno.protos.limits import MESSAGE_BYTES
 from dalsegno.protos.trace import mark
 
 from .client_threads import Backoff, ClientCallbacks, Hearing, Outbox, OutboxFull, WaitingCall, kept_up
-from .connection import RETRIED, Connector, MasterLink, code_of, detail_of, leader_of
+from .connection import Connector, MasterLink, code_of, detail_of, leader_of
 from .master_checks import MOST
 from .pace import ReportPace
 
@@ -317,7 +317,8 @@ class MasterClient:
         code, detail = code_of(error), detail_of(error)
         too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and waiting.request.ByteSize() > MESSAGE_BYTES
         refused = self._is_refusal(code)
-        if not too_large and (refused or code in RETRIED or self._is_one_alone(link, code)):
+        silent = self._hearing.is_silence(code, detail, waiting.method)
+        if not too_large and (refused or silent or self._is_one_alone(link, code)):
             logger.info("%s: %s: %s; it is repeated", waiting.method, code.name, detail)
             if waiting.method == "Register" and code is grpc.StatusCode.ABORTED:
                 self._tell(waiting.session, partial(self._listener.postponed, detail))
@@ -418,14 +419,15 @@ class MasterClient:
     ) -> None:
         code = code_of(error) if isinstance(error, grpc.RpcError) else grpc.StatusCode.CANCELLED
         refused = self._is_refusal(code)
-        if refused or code in RETRIED or code in _INTERNAL:
+        detail = detail_of(error) if isinstance(error, grpc.RpcError) else str(error)
+        if refused or self._hearing.is_silence(code, detail) or code in _INTERNAL:
             leader = leader_of(error) if isinstance(error, grpc.RpcError) else ""
-            self._unheard(link, str(error), leader, refused=refused)
+            self._unheard(link, detail, leader, refused=refused)
             self._again(progress, session)
             return
         if isinstance(error, grpc.RpcError):
             method = "Heartbeat" if progress is None else "ReportProgress"
-            self._tell(session, partial(self._listener.failed, method, code.name, detail_of(error)))
+            self._tell(session, partial(self._listener.failed, method, code.name, detail))
 
     def _again(self, progress: control_pb2.ProgressRequest | None, session: int) -> None:
         """Sends an unheard report again, unless a newer one comes first."""
@@ -487,11 +489,11 @@ class MasterClient:
                 return False
         if not isinstance(error, grpc.RpcError):
             return False
-        code = code_of(error)
+        code, detail = code_of(error), detail_of(error)
         refused = self._is_refusal(code)
-        if refused or code in RETRIED or code in _INTERNAL:
-            logger.info("the stream of directives broke: %s: %s", code.name, detail_of(error))
-            self._unheard(link, detail_of(error), backoff.led(leader_of(error)), refused=refused)
+        if refused or self._hearing.is_silence(code, detail) or code in _INTERNAL:
+            logger.info("the stream of directives broke: %s: %s", code.name, detail)
+            self._unheard(link, detail, backoff.led(leader_of(error)), refused=refused)
             return False
-        self._tell(session, partial(self._listener.failed, "Watch", code.name, detail_of(error)))
+        self._tell(session, partial(self._listener.failed, "Watch", code.name, detail))
         return True

@@ -35,6 +35,14 @@ def changed(decision: Decision, event: ev.LinkChanged) -> None:
         decision.do(ev.Say("the master cannot be reached; this node waits for it", True, quoted=False))
 
 
+def is_stranger(detail: str) -> bool:
+    """Whether a call that is not implemented was answered by another program's server: each library has its words.
+
+    A master of ours knows the call, and says which protocols do not fit.
+    """
+    return "speaks protocol" not in detail
+
+
 def recording(decision: Decision, event: ev.RecordingChanged) -> None:
     """The master has lost its store, or has it again: the ranks save to the disk themselves meanwhile."""
     state = decision.state

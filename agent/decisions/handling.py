@@ -189,19 +189,11 @@ def refused(decision: Decision, event: ev.Refused) -> None:
         decision.exit(ev.EXIT_LEFT_UNSAVED, event.detail)
         return
     where = state.settings.addresses
-    if where and event.code == "UNIMPLEMENTED" and is_stranger(event.detail):
+    if where and event.code == "UNIMPLEMENTED" and contact.is_stranger(event.detail):
         what = f"{state.settings.hint}{state.settings.advice}"
         decision.exit(ev.EXIT_USAGE, f"what answers at {where} is not Dal Segno's dlrover-master{what}")
         return
     decision.exit(ev.EXIT_USAGE, event.detail)
-
-
-def is_stranger(detail: str) -> bool:
-    """Whether a call that is not implemented was answered by another program's server: each library has its words.
-
-    A master of ours knows the call, and says which protocols do not fit.
-    """
-    return "speaks protocol" not in detail
 
 
 def register_when_due(decision: Decision) -> None:

@@ -584,6 +584,28 @@ def test_a_stream_that_is_refused_is_told_and_not_reopened(master: Master, agent
     agent.expect("directed")
 
 
+@pytest.mark.parametrize("method", ["Watch", "ReportProgress", "ReportFailure", "Register"])
+def test_another_program_where_the_master_was_is_silence(master: Master, agent: Agent, method: str) -> None:
+    """It has taken the port while the master is away, or a proxy answers 404 for it: that is no word of the master's."""
+    agent.register()
+    agent.expect("directed")
+    master.servicer.errors[method] = [(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")] * 2
+    if method == "Watch":
+        master.servicer.streams[-1].put(None)
+        agent.expect("directed")
+    elif method == "Register":
+        agent.register("two")
+        agent.expect("registered")
+    elif method == "ReportFailure":
+        agent.client.call("ReportFailure", pb.FailureRequest())
+        assert agent.client.flush(10)
+    else:
+        agent.client.call("ReportProgress", pb.ProgressRequest(step=1))
+        wait_for(lambda: len(master.servicer.of("ReportProgress")) == 3)
+    assert not master.servicer.errors[method]
+    assert set(agent.told()) <= {"link", "directed"}
+
+
 def test_closing_is_prompt_without_a_master() -> None:
     """Nothing waits for a master that is not there."""
     agent = Agent("127.0.0.1:9")
