@@ -43,7 +43,7 @@ def node_line(job: JobSpec, master: str, checkpoints: str, files: SecretFiles, *
     return [
         "dlrover-run",
         f"--nnodes={low}:{high}",
-        f"--nproc-per-node={job.nproc}",
+        f"--nproc-per-node={job.nproc or 1}",
         f"--job-id={job.name}",
         f"--master={master}",
         f"--checkpoint-dir={checkpoints}",

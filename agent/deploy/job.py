@@ -115,7 +115,8 @@ class Host:
 class JobSpec:
     """A job as its file says it: each field is a key, with the key's name.
 
-    `nnodes` is (least, most), `replicas` the nodes that are started; `drain_timeout` and `grace` are seconds.
+    `nnodes` is (least, most), `replicas` the nodes that are started; `drain_timeout` and `grace` are seconds. `nproc`
+    is empty where the file has none, which means one.
     """
 
     name: str
@@ -175,7 +176,7 @@ def job_of(values: Any) -> JobSpec:
         flags=table.words("flags"),
         nnodes=(low, high),
         replicas=table.whole("replicas", high, least=1),
-        nproc=_nproc(table.text("nproc", "1")),
+        nproc=_nproc(table.text("nproc")),
         controller=table.one_of("controller", ("Job", "Deployment"), "Job"),
         autoscale=_autoscale(table.below("autoscale"), "replicas" in table),
         claim=_claim(table),
@@ -236,7 +237,7 @@ def shell_drain(shell: str, env: Mapping[str, str]) -> float | None:
 
 
 def _nproc(text: str) -> str:
-    if not re.fullmatch(r"[1-9][0-9]*|[a-z][a-z0-9]*", text):
+    if text and not re.fullmatch(r"[1-9][0-9]*|[a-z][a-z0-9]*", text):
         raise InputRefused(f"nproc: {text!r} is no number of workers, and no word like auto, cpu, gpu")
     return text
 

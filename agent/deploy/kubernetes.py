@@ -261,13 +261,14 @@ def _as_variables(job: JobSpec, master: str, files: SecretFiles) -> list[Object]
 def _with_numbers(job: JobSpec) -> str:
     """Its shell line with the numbers of nodes and workers: torchrun in the same line would take variables for its own.
 
-    What the line or `env` says of them stays, and what is the default is not written.
+    What the line or `env` says of them stays. One node is the default, and workers that nobody wrote are
+    `--auto-config`'s to count.
     """
     numbers = {"nnodes": ":".join(map(str, job.nnodes)), "nproc_per_node": job.nproc}
     flags = {
         f"--{name.replace('_', '-')}": value
         for name, value in numbers.items()
-        if value not in ("1:1", "1") and (variable := f"{Variable.FLAG}{name.upper()}") not in job.env
+        if value not in ("1:1", "") and (variable := f"{Variable.FLAG}{name.upper()}") not in job.env
         if variable not in job.shell
     }
     return with_flags(job.shell, flags)

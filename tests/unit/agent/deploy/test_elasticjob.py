@@ -198,6 +198,9 @@ def test_auto_config_means_the_cards_of_the_pod(tmp_path: Path) -> None:
     said, environment = ran(job_of({**translated(document)[0], **COMPLETE}), tmp_path)
     options = arguments.parse(said.split("|")[1:-1], environment)
     assert (options.nnodes, options.nproc_per_node, options.nproc_is_given) == ("4:4", "gpu", False)
+    said, environment = ran(job_of({**translated(document)[0], **COMPLETE, "nproc": 1}), tmp_path)
+    options = arguments.parse(said.split("|")[1:-1], environment)
+    assert (options.nproc_per_node, options.nproc_is_given) == ("1", True)
 
 
 def test_other_launchers_have_numbers_of_their_own(tmp_path: Path) -> None:
