@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from .brain.state import Settings
 from .http.lease import RelayedRun
 from .http.leases import settings_of
 from .http.relay import RelayEdge
-from .record.store import Store, open_store
+from .record.store import Store, StoreError, open_store
 from .server.auth import is_loopback
 from .server.job_brain import JobBrain
 from .server.server import BindError, ControlServer, ServerOptions
@@ -120,10 +119,19 @@ class Commander:
                 self._port_file(file).write_text(f"{port}\n", encoding="utf-8")
 
     def _last_port(self, file: RunFile) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            port = int(self._port_file(file).read_text(encoding="utf-8"))
-            return port if 0 < port < 65536 else 0
-        return 0
+        """The port that it had last; 0: none is noted.
+
+        Raises:
+            StoreError: Nobody can tell now. Agents that run know no other.
+        """
+        path = self._port_file(file)
+        try:
+            port = int(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return 0
+        except OSError as error:
+            raise StoreError(f"the port that {file.run_id} had last: {path}: {error.strerror or error}") from error
+        return port if 0 < port < 65536 else 0
 
     def _port_file(self, file: RunFile) -> Path:
         return self._beside(file, "port")

@@ -172,7 +172,6 @@ class Hearing:
         self.contact = (up and not (away or known), known)
         return before != self.contact
 
-
     def is_silence(self, code: grpc.StatusCode, detail: str, method: str = "") -> bool:
         """Whether a status says nothing about the call: nobody has answered, or another program where our master was.
 

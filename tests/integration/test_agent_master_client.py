@@ -586,7 +586,7 @@ def test_a_stream_that_is_refused_is_told_and_not_reopened(master: Master, agent
 
 @pytest.mark.parametrize("method", ["Watch", "ReportProgress", "ReportFailure", "Register"])
 def test_another_program_where_the_master_was_is_silence(master: Master, agent: Agent, method: str) -> None:
-    """It has taken the port while the master is away, or a proxy answers 404 for it: that is no word of the master's."""
+    """It has taken the port while the master is away, or a proxy answers 404 for it: no word of the master's."""
     agent.register()
     agent.expect("directed")
     master.servicer.errors[method] = [(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")] * 2

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,8 @@ from dalsegno.master.brain.state import Settings
 from dalsegno.master.commander import Commander
 from dalsegno.master.http import leases
 from dalsegno.master.record.codec import JobCodec
-from dalsegno.master.record.store import Store
+from dalsegno.master.record.paths import fails_now
+from dalsegno.master.record.store import Store, StoreError
 from dalsegno.master.server.job_brain import JobBrain
 from dalsegno.master.server.server import ServerOptions
 from dalsegno.protos import control_pb2 as pb
@@ -117,3 +120,21 @@ def test_a_port_that_is_noted_is_not_written_again(tmp_path: Path) -> None:
     os.utime(noted, (1, 1))
     asyncio.run(commander._start(Started(4711), file))  # type: ignore[arg-type]
     assert (noted.read_text(), noted.stat().st_mtime) == ("4711\n", 1)
+
+
+def test_a_noted_port_that_cannot_be_read_now_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other port would be noted in its place, and agents that run would have no master."""
+    path, noted = run_file(tmp_path), tmp_path / "c.my-run.port"
+    noted.write_text("4711\n")
+    read = Path.read_text
+
+    def fails(one: Path, *given: Any, **named: Any) -> str:
+        if one == noted:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read(one, *given, **named)
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    commander = Commander([path], f"sqlite:///{tmp_path}/c.db", ServerOptions(port=0), wait=lambda store: None)
+    with pytest.raises(StoreError, match="Stale file handle") as found:
+        commander._server(read_run_file(path), 0)
+    assert fails_now(found.value)
