@@ -127,9 +127,7 @@ class Effects:
             ),
         )
         self.client.saw_generation(seen_generation)
-        self._address_watch = watch_address(
-            *way, self._address, lambda old, new: mailbox.put(ev.AddressChanged(old, new))
-        )
+        self._address_watch = watch_address(*way, self._address, lambda *both: mailbox.put(ev.AddressChanged(*both)))
 
     def perform(self, action: ev.Action) -> bool:
         """Carries out one action. False: it is about workers, or the exit, which the caller handles."""
@@ -306,6 +304,8 @@ class Effects:
     def _in_force(self, settings: control_pb2.Settings) -> None:
         """Takes the job's settings from the master. People are told once how this node's own flags differ."""
         self.settings = self._told = settings
+        if settings.max_nodes > 1:
+            self._address_watch.expect_others()
         disagreement = differences(self._config.settings, settings)
         if disagreement and disagreement != self._disagreement:
             self._disagreement = disagreement

@@ -282,6 +282,7 @@ class AddressWatch:
         moved: told the old and the new one, on a thread.
         every: seconds between two looks.
         for_now: `address` is loopback, and any other one is better, see `is_for_now`.
+        wider: gives `find` and `for_now` as they are where there may be other nodes; None: these are.
     """
 
     def __init__(
@@ -291,12 +292,24 @@ class AddressWatch:
         moved: Callable[[str, str], None],
         every: float = LOOK_SECONDS,
         for_now: bool = False,
+        wider: Callable[[], tuple[Callable[[str], str], bool]] | None = None,
     ) -> None:
         self._address, self._find, self._moved, self._every = address, find, moved, every
+        self._wider = wider
         self._over = threading.Event()
         # One that no interface has, such as that of a translated network, cannot be missed either.
-        if not for_now and (is_loopback(address) or not self._is_here()):
-            return
+        if for_now or (not is_loopback(address) and self._is_here()):
+            self._start()
+
+    def expect_others(self) -> None:
+        """There may be other nodes, as the job says: loopback, which did for this one alone, is for now."""
+        wider, self._wider = self._wider, None
+        if wider is not None:
+            self._find, for_now = wider()
+            if for_now:
+                self._start()
+
+    def _start(self) -> None:
         threading.Thread(target=self._watch, name="own-address", daemon=True).start()
 
     def close(self) -> None:
@@ -326,5 +339,9 @@ def watch_address(
     masters: Sequence[str], local_addr: str | None, several: bool, address: str, moved: Callable[[str, str], None]
 ) -> AddressWatch:
     """Watches what `first_address` has found. For the first three see `node_address`, for `moved` `AddressWatch`."""
-    way = masters, local_addr, several
-    return AddressWatch(address, partial(later_address, *way), moved, for_now=is_for_now(*way, address))
+    def watched(several: bool) -> tuple[Callable[[str], str], bool]:
+        way = masters, local_addr, several
+        return partial(later_address, *way), is_for_now(*way, address)
+
+    find, for_now = watched(several)
+    return AddressWatch(address, find, moved, for_now=for_now, wider=None if several else partial(watched, True))

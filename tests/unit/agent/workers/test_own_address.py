@@ -438,3 +438,17 @@ def test_an_agents_watch_follows_its_way_to_the_master(monkeypatch: pytest.Monke
     watch.close()
     meant.close()
     assert told.empty()
+
+
+def test_a_node_that_was_to_be_alone_moves_where_the_job_has_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own line lacks --nnodes, and the master beside it says that there may be four."""
+    names = Names(monkeypatch, **DEBIAN)
+    names.here = [("eth0", OLD)]
+    told: queue.Queue[tuple[str, str]] = queue.Queue()
+    watch = watch_address(["head:1"], None, False, "127.0.1.1", lambda old, new: told.put((old, new)))
+    with pytest.raises(queue.Empty):
+        told.get(timeout=0.2)
+    for _ in range(2):
+        watch.expect_others()
+    assert told.get(timeout=60) == ("127.0.1.1", OLD)
+    watch.close()
