@@ -19,6 +19,7 @@ from typing import Any
 
 from dalsegno.protos import processes
 from dalsegno.protos.addresses import ADDRESS, EVERYWHERE, host_and_port
+from dalsegno.protos.failing import fails_now
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, Variable
 from dalsegno.protos.log_file import LogFile
 from dalsegno.protos.options import Parser, UsageError, file_path, job_id, nnodes, seconds
@@ -31,7 +32,6 @@ from .leadership.leader_key import LeaderKey
 from .record.descriptors import raise_limit
 from .record.etcd_calls import EtcdFiles
 from .record.etcd_store import EtcdStore, open_client
-from .record.paths import fails_now
 from .record.store import SqliteStore, Store, StoreDamaged, StoreError, StoreUnavailable, open_store
 from .server.auth import AuthError, check_exposure, is_loopback, read_token
 from .server.garbage import collect_rarely

@@ -29,6 +29,7 @@ from ..shell.output import Output
 from ..standby.nursery_start import NurserySpec, StartedNursery, start_nursery
 from ..storage.complaint import not_made
 from ..storage.job_directory import JobDirectory, StorageError
+from ..storage.preparing import prepare
 from .size import cards
 from .tuning import tune
 
@@ -82,7 +83,7 @@ class Beginning:
         for name in _NOT_FOR_WORKERS:
             os.environ.pop(name, None)
         tune(os.environ)
-        self.directory, self.log_dir = made_directories(options)
+        self.directory, self.log_dir = made_directories(options, output.console.say)
         self.where = Where(options.job_id)
         level = logging.getLevelName(options.log_level)
         set_up_logging(self.log_dir / "agent.log", self.where, ("dalsegno",), level)
@@ -129,7 +130,9 @@ class Beginning:
             return None
 
 
-def made_directories(options: argparse.Namespace) -> tuple[JobDirectory, Path]:
+def made_directories(
+    options: argparse.Namespace, say: Callable[[str, bool], None] = lambda text, warning: None
+) -> tuple[JobDirectory, Path]:
     """Makes the directories that a command line names: the job's, and this agent's for logs, which it returns.
 
     This process, and all that it starts, note from now on what happens when, if that is wanted.
@@ -139,7 +142,7 @@ def made_directories(options: argparse.Namespace) -> tuple[JobDirectory, Path]:
     """
     directory = JobDirectory(Path(options.checkpoint_dir).absolute(), options.job_id)
     try:
-        directory.prepare()
+        prepare(directory, say)
     except StorageError as error:
         raise UsageError(str(error)) from error
     try:

@@ -6,6 +6,9 @@ from . import events as ev
 from .decision import SILENCE_SECONDS, STOP_PATIENCE_SECONDS, Decision
 from .state import AgentState, Workers
 
+NOT_ANSWERING = (
+    "it does not register yet: the checkpoint directory does not answer (is the server of its mount away?)"
+)
 # While a deadline runs that a stop puts off, it wakes at least so often: else only what of a stop comes behind the
 # deadline would show. So much later than it was to wake, this process itself stood still.
 LOOK_SECONDS, STOOD_STILL_SECONDS = 1.0, 1.0
@@ -82,8 +85,7 @@ def check_answer(decision: Decision) -> None:
     look = state.door.look_told_at
     if look is not None and look <= decision.now and not state.door.told_look:
         state.door.told_look = True
-        text = "it does not register yet: the checkpoint directory does not answer (is the server of its mount away?)"
-        decision.do(ev.Say(text, True))
+        decision.do(ev.Say(NOT_ANSWERING, True))
     deadline, where = state.door.answer_deadline, state.settings.addresses
     if deadline is None:
         return

@@ -35,6 +35,7 @@ from ..decisions import handling
 from ..processes.lifeline import Lifeline
 from ..storage.complaint import not_made
 from ..storage.job_directory import JobDirectory, StorageError
+from ..storage.preparing import prepare
 from ..workers.own_address import why_not_begun
 from ..workers.worker_env import WorldPlace, place_of
 from .config import AgentConfig
@@ -138,11 +139,11 @@ class Rendezvous(_OfMaster):
         # Torch starts the workers with this process's environment, so they end with it, even if it is killed.
         os.environ.update(self._lifeline.environment())
         directory = JobDirectory(config.checkpoint_dir, config.job_id)
-        directory.prepare()
+        self._console = console = RunConsole(name="torchrun")
+        prepare(directory, console.say)
         # torchrun handles torch's own log.
         set_up_logging(config.log_dir / "agent.log", self._where, names=("dalsegno",))
         connector = Connector(lambda: addresses, files.read, explain=mismatch)
-        self._console = console = RunConsole(name="torchrun")
         try:
             with starting("the agent"):
                 self._effects = Effects(

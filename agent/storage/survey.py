@@ -33,7 +33,7 @@ from dalsegno.protos.shortage import shortage
 from .complaint import FailingError, UnreadableError, is_forbidden, unreadable
 from .private import NotPrivateError
 
-__all__ = ["Manifests", "Survey", "look_at", "looked_again", "newest_of", "runs_in_order", "surveyed"]
+__all__ = ["FAILING_PAUSES_SECONDS", "Manifests", "Survey", "look_at", "looked_again", "newest_of", "runs_in_order", "surveyed"]
 
 # A Join always reports so many of the newest, and so many of each of the last epochs. What a closed epoch sealed too
 # late to be recorded is among these, because that was the last thing that the epoch did.
@@ -45,7 +45,7 @@ _RECENT = 100
 # `chown -R` goes through the files, or a ticket is renewed. A supervisor takes the exit that follows as final.
 _FORBIDDEN_PAUSES_SECONDS = (0.1, 0.2, 0.4, 0.6, 0.7)
 # And where the file system fails (ESTALE, EIO, a mount that is away for a moment).
-_FAILING_PAUSES_SECONDS = (1.0, 3.0, 6.0, 10.0)
+FAILING_PAUSES_SECONDS = (1.0, 3.0, 6.0, 10.0)
 # How many manifests' descriptions an agent remembers.
 _REMEMBERED = 1024
 
@@ -166,7 +166,7 @@ def looked_again(
         NotPrivateError: at once.
         OSError: the last look's.
     """
-    short, failing = iter(_FORBIDDEN_PAUSES_SECONDS), iter(_FAILING_PAUSES_SECONDS if patient else ())
+    short, failing = iter(_FORBIDDEN_PAUSES_SECONDS), iter(FAILING_PAUSES_SECONDS if patient else ())
     while not closing.is_set():
         try:
             return look()

@@ -7,29 +7,10 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ("fails_now", "is_directory", "is_wrong")
+__all__ = ("is_directory", "is_wrong")
 
 # A path that is closed to this user, too long, or a link to itself: a person names another one.
 _WRONG = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP})
-
-# What only a file system says that fails, or has no room: never an address.
-_FAILS = frozenset(
-    (
-        *(errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT),
-        # A FUSE mount without its process, NFS with `softerr`, SMB without its server, NFS with a broken one.
-        *(errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EREMOTEIO),
-    )
-)
-
-
-def fails_now(error: BaseException) -> bool:
-    """Whether it comes of a file system that fails for now, as where a token or `run.yaml` lies: no bad input."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _FAILS:
-            return True
-        cause = cause.__cause__
-    return False
 
 
 def is_directory(path: Path) -> bool:

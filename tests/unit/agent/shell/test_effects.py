@@ -118,7 +118,7 @@ def test_who_cannot_register_says_so(
 
     monkeypatch.setattr("dalsegno.agent.shell.effects.own_process", fails)
     if not read:
-        monkeypatch.setattr(survey, "_FAILING_PAUSES_SECONDS", (0.01,))
+        monkeypatch.setattr(survey, "FAILING_PAUSES_SECONDS", (0.01,))
         monkeypatch.setattr(JobDirectory, "survey", lambda directory, **_: fails())
     assert effects.perform(ev.Register(previous, "me"))
     event = mailbox.get(10.0)
@@ -137,7 +137,7 @@ def test_who_waits_for_a_file_system_says_so_before_it_registers(
     def fails(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(survey, "_FAILING_PAUSES_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(survey, "FAILING_PAUSES_SECONDS", (0.01, 0.02))
     monkeypatch.setattr(JobDirectory, "survey", fails)
     assert effects.perform(ev.Register("", "me"))
     heard = [mailbox.get(10.0) for _ in range(3)]

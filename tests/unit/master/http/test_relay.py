@@ -21,7 +21,7 @@ from dalsegno.master.brain.state import Settings
 from dalsegno.master.commander import Commander
 from dalsegno.master.http import leases
 from dalsegno.master.record.codec import JobCodec
-from dalsegno.master.record.paths import fails_now
+from dalsegno.protos.failing import fails_now
 from dalsegno.master.record.store import Store, StoreError
 from dalsegno.master.server.job_brain import JobBrain
 from dalsegno.master.server.server import ServerOptions

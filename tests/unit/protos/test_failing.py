@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from dalsegno.master.record.paths import fails_now
+from dalsegno.protos.failing import fails_now
 
 
 @pytest.mark.parametrize(
