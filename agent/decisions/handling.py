@@ -232,7 +232,8 @@ def _meet_on_loopback(state: AgentState) -> bool:
     world = state.world
     if world is None or state.workers is Workers.NONE or not is_only_here(world.store_host):
         return False
-    return world.nodes == 1 or state.epoch.step > world.resume.source.step
+    # A script without a session tells no step. What it saves is committed.
+    return world.nodes == 1 or max(state.epoch.step, state.epoch.committed_step) > world.resume.source.step
 
 
 def move(decision: Decision, old: str, new: str) -> None:

@@ -152,6 +152,16 @@ def test_nodes_of_one_machine_that_gets_a_network_train_on() -> None:
     assert agent.hear(FROM_LOOPBACK) == []
 
 
+def test_a_script_that_tells_no_step_has_met_the_others_where_its_save_counts() -> None:
+    """It has no session; both of its nodes lost what came behind that save, though no connection was dead."""
+    agent = Agent().registered()
+    both = world()
+    both.store_host = "127.0.1.1"
+    agent.directed(run=both)
+    agent.directed(run=both, head=control_pb2.Checkpoint(epoch=1, step=2))
+    assert agent.hear(FROM_LOOPBACK) == []
+
+
 def test_a_node_alone_that_gets_its_first_address_and_ends_does_not_join_anew() -> None:
     """Nobody hears of that address: the master has to hear that the run is over."""
     agent = alone()
