@@ -19,8 +19,8 @@ from typing import Any
 
 from dalsegno.protos import processes
 from dalsegno.protos.addresses import ADDRESS, EVERYWHERE, host_and_port
-from dalsegno.protos.failing import fails_now
 from dalsegno.protos.contract import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, Variable
+from dalsegno.protos.failing import fails_now
 from dalsegno.protos.log_file import LogFile
 from dalsegno.protos.options import Parser, UsageError, file_path, job_id, nnodes, seconds
 from dalsegno.protos.shortage import prove_room, shortage

@@ -6,9 +6,7 @@ from . import events as ev
 from .decision import SILENCE_SECONDS, STOP_PATIENCE_SECONDS, Decision
 from .state import AgentState, Workers
 
-NOT_ANSWERING = (
-    "it does not register yet: the checkpoint directory does not answer (is the server of its mount away?)"
-)
+NOT_ANSWERING = "it does not register yet: the checkpoint directory does not answer (is the server of its mount away?)"
 # While a deadline runs that a stop puts off, it wakes at least so often: else only what of a stop comes behind the
 # deadline would show. So much later than it was to wake, this process itself stood still.
 LOOK_SECONDS, STOOD_STILL_SECONDS = 1.0, 1.0

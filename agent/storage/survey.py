@@ -33,7 +33,16 @@ from dalsegno.protos.shortage import shortage
 from .complaint import FailingError, UnreadableError, is_forbidden, unreadable
 from .private import NotPrivateError
 
-__all__ = ["FAILING_PAUSES_SECONDS", "Manifests", "Survey", "look_at", "looked_again", "newest_of", "runs_in_order", "surveyed"]
+__all__ = [
+    "FAILING_PAUSES_SECONDS",
+    "Manifests",
+    "Survey",
+    "look_at",
+    "looked_again",
+    "newest_of",
+    "runs_in_order",
+    "surveyed",
+]
 
 # A Join always reports so many of the newest, and so many of each of the last epochs. What a closed epoch sealed too
 # late to be recorded is among these, because that was the last thing that the epoch did.

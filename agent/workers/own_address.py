@@ -339,6 +339,7 @@ def watch_address(
     masters: Sequence[str], local_addr: str | None, several: bool, address: str, moved: Callable[[str, str], None]
 ) -> AddressWatch:
     """Watches what `first_address` has found. For the first three see `node_address`, for `moved` `AddressWatch`."""
+
     def watched(several: bool) -> tuple[Callable[[str], str], bool]:
         way = masters, local_addr, several
         return partial(later_address, *way), is_for_now(*way, address)

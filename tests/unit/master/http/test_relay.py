@@ -21,11 +21,11 @@ from dalsegno.master.brain.state import Settings
 from dalsegno.master.commander import Commander
 from dalsegno.master.http import leases
 from dalsegno.master.record.codec import JobCodec
-from dalsegno.protos.failing import fails_now
 from dalsegno.master.record.store import Store, StoreError
 from dalsegno.master.server.job_brain import JobBrain
 from dalsegno.master.server.server import ServerOptions
 from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.failing import fails_now
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.run_file import read_run_file
 from tests.support.jobs.commander import run_file
