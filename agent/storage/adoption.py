@@ -206,7 +206,7 @@ class Adopter:
     def _run(self) -> None:
         pause, asked, patience = LOOK_EVERY_SECONDS, 0, LookPatience(PATIENCE_LOOKS, LOOK_EVERY_SECONDS)
         if self._rule is not None:
-            self._best = BestWatch(self._rule, self._run_dir, self._world)
+            self._best = BestWatch(self._rule, self._run_dir, self._world, lambda text: self._deliver(ev.Remark(text)))
         self._note(self._known.values())
         self._remove_old()
         self._volume.measure()
@@ -371,6 +371,9 @@ class Adopter:
         return self._adopt(piece, found, anew.get(piece.newest.unit.path))
 
     def _adopt(self, piece: SaveSlice, found: FoundUnits, anew: Complete | None) -> bool:
+        if self._best is not None and not self._best.knows_earlier():
+            self._undecided = True
+            return True
         if self._interrupted and (self._late is None or self._late.since):
             # The first node, and one that leaves, may see the same save at the same time.
             other = is_taken(self._run_dir, piece.step, self._world.epoch)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import Best, CheckpointDamaged, CheckpointName, Manifest, is_checkpoint_name
+from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.elastic.checkpoint.metrics_reader import MetricsReader
 from dalsegno.protos import control_pb2
@@ -18,6 +21,8 @@ __all__ = ["BestWatch"]
 
 # Of how many checkpoints of the epoch before a value may still come to light.
 _EARLIER = 16
+# Seconds that a new checkpoint waits for the best one until then to be known, where the file system fails.
+_PATIENCE_SECONDS = 20.0
 
 logger = logging.getLogger(__name__)
 
@@ -31,21 +36,53 @@ class BestWatch:
         rule: what is the best.
         run_dir: the run's directory.
         world: the epoch's world.
+        say: tells people a line.
     """
 
-    def __init__(self, rule: BestRule, run_dir: Path, world: control_pb2.World) -> None:
-        self._rule, self._run_dir = rule, run_dir
+    def __init__(
+        self, rule: BestRule, run_dir: Path, world: control_pb2.World, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._rule, self._run_dir, self._say = rule, run_dir, say
         self._path = run_dir / f"e{world.epoch}" / rule.metrics_file
         self._reader = MetricsReader(rule.tracked.metric)
         self._standing: Best | None = None
         # Checkpoints with a step of the script's own, and values, by step.
         self._saves: dict[int, str] = {}
         self._values: dict[int, float] = {}
+        # The resume point, until all is known of it and what came before; and when, monotonic, that is given up.
+        self._owed, self._given_up_at = "", math.inf
         if world.HasField("resume"):
-            self._look_back(world.resume.source.ref.name)
+            self._owed = world.resume.source.ref.name
+            if world.resume.source.in_memory:
+                self._given_up_at, self._say = 0.0, logger.warning  # it may never come to the disk
+            self._catch_up()
         elif os.path.isabs(rule.metrics_file):
             self._read(self._path)
             self._values.clear()  # another run's
+
+    def knows_earlier(self) -> bool:
+        """Whether the best checkpoint until now is known, or given up. If not, a new one must not be judged yet.
+
+        It would count as the best, whatever its value. Given up 20 s after the first call: the run's saves matter more.
+        """
+        if self._given_up_at == math.inf:
+            self._given_up_at = time.monotonic() + _PATIENCE_SECONDS
+        return self._catch_up()
+
+    def _catch_up(self) -> bool:
+        if self._owed:
+            try:
+                self._look_back(self._owed)
+            except (CheckpointDamaged, OSError) as error:
+                if time.monotonic() < self._given_up_at:
+                    logger.info("the best checkpoint until %s is looked for again: %s", self._owed, error)
+                    return False
+                self._say(
+                    f"nobody knows which checkpoint until {self._owed} is the best ({printable(str(error))}): a worse "
+                    "one may count as the best, and the best one be deleted as an old one; copy it, if you need it"
+                )
+            self._owed = ""
+        return True
 
     def judged(self, name: str, step: int, numbers: Mapping[str, int | None]) -> tuple[float | None, Best | None]:
         """For the manifest of a new checkpoint: its own value, and the best one as of it, which may be itself.
@@ -78,22 +115,22 @@ class BestWatch:
         return self._values.get(step) if step in self._saves else None, self._standing
 
     def _look_back(self, resume: str) -> None:
-        """What the resume point knows, and what came to light of that epoch's checkpoints since."""
-        try:
-            manifest = Manifest.read(self._run_dir / resume)
-            names = [CheckpointName.parse(name) for name in os.listdir(self._run_dir) if is_checkpoint_name(name)]
-        except (CheckpointDamaged, OSError) as error:
-            logger.warning("the best checkpoint until %s is not known: %s", resume, error)
-            return
+        """What the resume point knows, and what came to light of that epoch's checkpoints since.
+
+        Raises:
+            CheckpointDamaged, OSError: not all of it can be read.
+        """
+        manifest = Manifest.read(self._run_dir / resume)
         tracked = self._rule.tracked
         if manifest.best is not None and (manifest.best.metric, manifest.best.mode) == (tracked.metric, tracked.mode):
             self._standing = manifest.best
+        names = [CheckpointName.parse(name) for name in os.listdir(self._run_dir) if is_checkpoint_name(name)]
         of_epoch = [one for one in names if one.lease is None and one.epoch == manifest.epoch]
         earlier = sorted((one for one in of_epoch if one.step <= manifest.step), key=lambda one: one.age)
         for one in earlier[-_EARLIER:]:
             try:
                 saved_as = Manifest.read(self._run_dir / str(one)).saved_as
-            except (CheckpointDamaged, OSError) as error:
+            except CheckpointDamaged as error:
                 logger.debug("%s is not the best one: %s", one, error)
                 continue
             if saved_as is not None and has_own_number(one.step, dict(saved_as.numbers)):

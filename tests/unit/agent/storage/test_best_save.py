@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import math
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dalsegno.agent.storage import best_watch
 from dalsegno.agent.storage.best_save import BestRule, best_step, has_own_number
-from dalsegno.elastic.checkpoint import Tracked
+from dalsegno.elastic.checkpoint import Manifest, Tracked
 from tests.unit.agent.storage.test_save_dir import Run, runs, save
 
 __all__ = ["runs"]  # a fixture
@@ -116,4 +120,64 @@ def test_one_file_for_all_epochs(runs: Callable[..., Run], tmp_path: Path) -> No
     assert manifest.metric is None
     assert manifest.best is not None
     assert manifest.best.value == 0.5
+    run.taken.close()
+
+
+class StaleManifests:
+    """In the place of `Manifest`: some reads fail, as where an NFS server was started again."""
+
+    def __init__(self, fails: Container[int]) -> None:
+        self._fails, self._reads = fails, itertools.count()
+
+    def read(self, directory: Path) -> Manifest:
+        if next(self._reads) in self._fails:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(directory))
+        return Manifest.read(directory)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_stale_read_makes_nobody_forget_the_best(
+    runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Else the next one counted as the best, however bad it was, and the master deleted the real one in time.
+
+    Neither what the resume point names nor, if `late`, what has a value since then.
+    """
+    run = runs(best=RULE)
+    run.next()
+    if not late:
+        noted(run, 10, 0.5)
+    save(run.out / "step_10.pt", step=10)
+    first = run.sealed()
+    if late:
+        noted(run, 10, 0.5)
+    monkeypatch.setattr(best_watch, "Manifest", StaleManifests([1] if late else [0, 1, 2]))
+    run.next()
+    noted(run, 20, 0.9)
+    save(run.out / "step_20.pt", step=20)
+    second = run.sealed()
+    assert second.metric == 0.9
+    assert second.best is not None
+    assert (second.best.name, second.best.value) == (first.name, 0.5)
+    run.taken.close()
+
+
+def test_a_best_that_stays_unknown_is_said_and_holds_up_nothing(
+    runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume point that nobody can read any more costs the best one, not what is saved from then on."""
+    monkeypatch.setattr(best_watch, "_PATIENCE_SECONDS", 0.3)
+    run = runs(best=RULE)
+    run.next()
+    noted(run, 10, 0.5)
+    save(run.out / "step_10.pt", step=10)
+    first = run.sealed()
+    monkeypatch.setattr(best_watch, "Manifest", StaleManifests(range(1_000_000)))
+    run.next()
+    noted(run, 20, 0.9)
+    save(run.out / "step_20.pt", step=20)
+    run.taken.settle(20)
+    assert f"which checkpoint until {first.name} is the best (" in run.said()
+    assert run.sealed().step == 20
+    run.quiet()
     run.taken.close()
