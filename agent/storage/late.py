@@ -20,15 +20,13 @@ from dalsegno.protos import control_pb2
 from ..decisions import events as ev
 from .adoption import Adopter
 from .best_save import BestRule
-from .foreign import OURS
 from .layouts import FileState, state_of
+from .placing import put_back
 from .slices import Latest
 from .taking import Before, Late, Origin, save_directory
+from .volume_clock import now_at
 
-__all__ = ["now_at", "take_late"]
-
-# In an epoch's directory: its time is when it was looked at. No layout has such a name.
-_MARK = f"{OURS}-late"
+__all__ = ["take_late"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +60,9 @@ def take_late(
         last = _read(run_dir / world.resume.source.ref.name)
     before = None
     if last is not None and last.saved_as is not None:
-        before = Before(run_dir / last.name, _unchanged(root, run_dir / last.name, last), last.saved_as)
+        # Copies of what was sealed in this epoch have the times of its files.
+        earlier = 0 if sealed is not None else put_back(root)
+        before = Before(run_dir / last.name, _unchanged(root, run_dir / last.name, last, earlier), last.saved_as)
     numbers = dict(sealed.saved_as.numbers) if sealed is not None and sealed.saved_as is not None else {}
     latest = None if sealed is None else _latest(run_dir, sealed)
     step = max(step, sealed.step) if sealed is not None else step
@@ -72,13 +72,6 @@ def take_late(
         adopter.settle(seconds, ended_well=False)
     finally:
         adopter.close()
-
-
-def now_at(root: Path) -> int:
-    """By the clock of the volume, in ns."""
-    mark = root / _MARK
-    mark.write_bytes(b"")
-    return os.stat(mark).st_mtime_ns
 
 
 def _newest_sealed(run_dir: Path, epoch: int) -> Manifest | None:
@@ -106,8 +99,8 @@ def _latest(run_dir: Path, sealed: Manifest) -> Latest | None:
         return None
 
 
-def _unchanged(root: Path, taken: Path, manifest: Manifest) -> dict[str, FileState]:
-    """The script's files that are still what was taken of them: a copy keeps the time of its file."""
+def _unchanged(root: Path, taken: Path, manifest: Manifest, earlier: int) -> dict[str, FileState]:
+    """The script's files that are still what was taken of them, or put there with times that are so much `earlier`."""
     assert manifest.saved_as is not None
     found = {}
     for entry in manifest.files:
@@ -117,6 +110,6 @@ def _unchanged(root: Path, taken: Path, manifest: Manifest) -> dict[str, FileSta
             copied = os.stat(taken / entry.path)
         except OSError:
             continue  # the script has deleted it
-        if (file.size, file.written) == (copied.st_size, copied.st_mtime_ns):
+        if (file.size, file.written) == (copied.st_size, copied.st_mtime_ns - earlier):
             found[name] = file
     return found

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Damage, Manifest, SavedAs, read_sealed, verify
 from dalsegno.elastic.checkpoint.errors import printable
-from dalsegno.elastic.checkpoint.files import CANNOT, copy_file, replace_file
-from dalsegno.elastic.checkpoint.reading import read_regular
+from dalsegno.elastic.checkpoint.files import replace_file
 from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.shortage import starting
 from dalsegno.protos.text import few
@@ -27,23 +26,22 @@ from ..decisions import events as ev
 from ..script import FLAG
 from .adoption import Adopter
 from .best_save import BestRule
-from .foreign import NOTE_BYTES, OURS
-from .late import now_at, take_late
+from .late import take_late
 from .layouts import state_of
 from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
+from .placing import is_placed, place
 from .strays import ASIDE, set_aside, strays
 from .taking import Before, Origin, save_directory
+from .volume_clock import now_at
 from .writing import FileWrites
 
-__all__ = ["Adoption", "Then", "place", "prepare"]
+__all__ = ["Adoption", "Then", "prepare"]
 
 Then = Callable[[str, worker_pb2.BadCheckpoint | None], None]
 Slow = Callable[[str], AbstractContextManager[None]]
 logger = logging.getLogger(__name__)
 
-# In an epoch's directory: the resume point is there. No layout has such a name.
-_PLACED = f"{OURS}-resume-point"
-# Seconds between two looks whether it is, on another node than the one that puts it there.
+# Seconds between two looks whether the resume point is there, on another node than the one that puts it there.
 _LOOK_SECONDS = 0.1
 # The longest that a node waits for it.
 _PATIENCE_SECONDS = 600.0
@@ -80,63 +78,6 @@ def prepare(run_dir: Path, world: control_pb2.World, saved_as: SavedAs | None = 
             universal = f"{out}/{world.resume.universal.name}".encode()
             replace_file(place / "latest_universal", universal, lasting=False)
     return directory
-
-
-def place(
-    source: Path, manifest: Manifest, target: Path, given_up: Callable[[], bool] = lambda: False
-) -> tuple[str, ...]:
-    """Copies a checkpoint to where its script had saved it, in another directory. What cannot be finished is removed.
-
-    Args:
-        source: the run's checkpoint.
-        manifest: its manifest, with `saved_as`.
-        target: the directory in which the script will look.
-        given_up: whether nobody needs it any more.
-
-    Returns:
-        The names of its files in `target`.
-
-    Raises:
-        OSError: the file system says no.
-    """
-    saved_as = manifest.saved_as
-    assert saved_as is not None
-    names = [f"{saved_as.below}/{entry.path}" if saved_as.below else entry.path for entry in manifest.files]
-    try:
-        for name, entry in zip(names, manifest.files, strict=True):
-            if given_up():
-                break
-            path = target / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # of a start in this epoch that was given up
-            copy_file(source / entry.path, path)
-            if entry.size <= NOTE_BYTES:
-                _point_here(path, save_directory(source.parent, manifest.epoch), target)
-            written = os.stat(source / entry.path)
-            os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
-        for name, leads_to in saved_as.links:
-            path = target / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            try:
-                path.symlink_to(os.path.relpath(target / leads_to, path.parent))
-            except OSError as error:
-                # Mounts without links have none of the script's, either; but this may be another mount.
-                if error.errno not in CANNOT or not (target / leads_to).is_file():
-                    raise
-                copy_file(target / leads_to, path)
-    except OSError:
-        for name in names:
-            (target / name).unlink(missing_ok=True)
-        raise
-    return tuple(names)
-
-
-def _point_here(path: Path, old: Path, new: Path) -> None:
-    """A note that names a checkpoint by its whole path would lead to the directory of an epoch that is over."""
-    text = read_regular(path, NOTE_BYTES)
-    if text.startswith(f"{old}/".encode()):
-        replace_file(path, f"{new}/".encode() + text[len(f"{old}/".encode()) :], lasting=False)
 
 
 class Adoption:
@@ -445,7 +386,6 @@ class _Placing:
         damage = self._damage()
         if damage is None and self._target is not None:
             self.files = place(self._source, self._manifest, self._target, self._over.is_set)
-            replace_file(self._target / _PLACED, b"", lasting=False)
         return damage
 
     def _damage(self) -> worker_pb2.BadCheckpoint | None:
@@ -480,7 +420,7 @@ class _Placing:
         """Until it is there, or nobody needs it; says why it is not there."""
         assert self._target is not None
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not self._over.wait(_LOOK_SECONDS) and not os.path.lexists(self._target / _PLACED):
+        while not self._over.wait(_LOOK_SECONDS) and not is_placed(self._target):
             if time.monotonic() > deadline:
                 return (
                     f"the last checkpoint did not come into {self._target} within {_PATIENCE_SECONDS:.0f} s: all nodes "

@@ -195,7 +195,7 @@ def _take(root: Path, files: tuple[FileState, ...], target: Path, below: str, be
     mine: list[tuple[FileState, Path, bool]] = []
     for file in files:
         link = target / _inside(file.name, below)
-        if before is not None and before.files.get(file.name) == file and _reuse(before, file.name, link):
+        if before is not None and before.files.get(file.name) == file and _reuse(before, file, link):
             continue
         if place_file(root / file.name, link):
             # Some mounts (sshfs) count one name of every file: nobody can tell there that the script deleted its own.
@@ -219,10 +219,16 @@ def _inside(name: str, below: str) -> str:
     return name[len(below) + 1 :] if below else name
 
 
-def _reuse(before: Before, name: str, link: Path) -> bool:
-    """Takes a file from a sealed checkpoint, where nobody writes. False: it is not there any more."""
+def _reuse(before: Before, file: FileState, link: Path) -> bool:
+    """Takes a file from a sealed checkpoint, where nobody writes. False: it is not there any more, or of a later time.
+
+    That one was put back when the epoch began, and among those of now it would be the newest for a script.
+    """
+    sealed = before.directory / _inside(file.name, before.saved_as.below)
     try:
-        place_file(before.directory / _inside(name, before.saved_as.below), link)
+        if os.stat(sealed).st_mtime_ns > file.written:
+            return False
+        place_file(sealed, link)
     except OSError:
         link.unlink(missing_ok=True)
         return False

@@ -105,11 +105,13 @@ def test_a_file_that_is_written_over_is_taken_once(tmp_path: Path, monkeypatch: 
     assert steps(tmp_path) == [1, 2]
 
 
-def test_a_copy_of_the_resume_point_is_no_new_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script found it in its directory, and was lost before it saved anything."""
+@pytest.mark.parametrize("ahead", [0, 3600])
+def test_a_copy_of_the_resume_point_is_no_new_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    """The script found it in its directory, and was lost before it saved anything; also where a clock was set back."""
     states(tmp_path / "e1", "ckpt.pt")
     first_node_took(tmp_path, monkeypatch, world(1), 1)
     (sealed,) = inventory(tmp_path)
+    os.utime(tmp_path / "e1" / "ckpt.pt", (time.time() + ahead,) * 2)
     resumed = world(2, sealed.name)
     resumed.resume.source.step, resumed.resume.source.ref.digest = 1, sealed.digest
     done: queue.Queue[str] = queue.Queue()

@@ -353,6 +353,36 @@ def test_the_newest_of_several_is_still_the_newest(runs: Callable[..., Run]) -> 
     run.taken.close()
 
 
+def saved_ahead(path: Path, seconds: float, **content: object) -> None:
+    """As a script saves on a node whose clock is so far ahead of ours."""
+    save(path.with_name(f".{path.name}"), **content)
+    os.utime(path.with_name(f".{path.name}"), (time.time() + seconds,) * 2)
+    os.replace(path.with_name(f".{path.name}"), path)
+
+
+def test_a_clock_that_was_set_back_hides_no_save(runs: Callable[..., Run]) -> None:
+    """The copy of `last.ckpt` was the newest version for as long as that, and what Lightning saved beside it none.
+
+    Copies keep their order, and in the next epochs the new file is the newest: of all that a script finds, too.
+    """
+    run = runs()
+    run.next()
+    saved_ahead(run.out / "best.ckpt", 3590, global_step=5)
+    saved_ahead(run.out / "last.ckpt", 3600, global_step=10)
+    while len(run.sealed().files) < 2:
+        pass
+    run.next()
+    best, last = (os.path.getmtime(run.out / f"{name}.ckpt") for name in ("best", "last"))
+    assert (round(last - best), last < time.time()) == (10, True)
+    run.quiet()
+    save(run.out / "last-v1.ckpt", global_step=20)
+    assert run.sealed().step == 20
+    run.next()
+    assert os.path.getmtime(run.out / "best.ckpt") < os.path.getmtime(run.out / "last-v1.ckpt")
+    run.quiet()
+    run.taken.close()
+
+
 def test_files_that_count_themselves_need_not_wait_for_each_other(
     runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
