@@ -188,8 +188,10 @@ class Adopter:
         """The workers are stopped. From now on stillness does not prove that a file was written to its end."""
         self._interrupted = True
 
-    def settle(self, timeout_seconds: float, *, ended_well: bool = True) -> None:
+    def settle(self, timeout_seconds: float, *, ended_well: bool = True) -> bool:
         """Waits until everything complete has been adopted, or cannot be; at most `timeout_seconds`.
+
+        False: the file system did not allow all of the last look, so another one may find more.
 
         Args:
             ended_well: a worker has ended by itself, with all that it saved; interrupted workers may have been saving.
@@ -202,6 +204,7 @@ class Adopter:
             self._news.notify_all()
             self._news.wait_for(lambda: self._closing or self._answered >= mine, timeout_seconds)
             self._trusting -= ended_well
+            return self._calm or self._closing
 
     def _run(self) -> None:
         pause, asked, patience = LOOK_EVERY_SECONDS, 0, LookPatience(PATIENCE_LOOKS, LOOK_EVERY_SECONDS)
@@ -217,20 +220,20 @@ class Adopter:
             if asked > before:
                 self._since = None  # who waits now has not waited before
                 patience.renew()
-            met, calm = self._met, self._look()
+            met, self._calm = self._met, self._look()
             with self._news:
                 self._at_rest = self._at_rest or (met and not self._coming)
                 self._news.notify_all()
             # What they saved last may not be listed yet.
             listed = time.monotonic() > self._asked_at + 2 * self._volume.lag
             undecided = patience.lasts(self._vanished) or (self._undecided and not self._vanished)
-            if not (calm and (undecided or not listed)):
+            if not (self._calm and (undecided or not listed)):
                 with self._news:
                     self._answered = asked
                     self._news.notify_all()
             # Not every second, because each try may first fill the disk.
             longest = LONGEST_PAUSE_SECONDS if self._request is None else _LOOK_WHEN_ASKED_SECONDS
-            pause = min(longest, max(LOOK_EVERY_SECONDS, SHARE * self._took) if calm else 2 * pause)
+            pause = min(longest, max(LOOK_EVERY_SECONDS, SHARE * self._took) if self._calm else 2 * pause)
             if self._met > met:
                 pause = 0.0
 
@@ -368,12 +371,12 @@ class Adopter:
                     "often, or name with --checkpoint-glob what is a checkpoint",
                 )
             return True
-        return self._adopt(piece, found, anew.get(piece.newest.unit.path))
-
-    def _adopt(self, piece: SaveSlice, found: FoundUnits, anew: Complete | None) -> bool:
         if self._best is not None and not self._best.knows_earlier():
             self._undecided = True
             return True
+        return self._adopt(piece, found, anew.get(piece.newest.unit.path))
+
+    def _adopt(self, piece: SaveSlice, found: FoundUnits, anew: Complete | None) -> bool:
         if self._interrupted and (self._late is None or self._late.since):
             # The first node, and one that leaves, may see the same save at the same time.
             other = is_taken(self._run_dir, piece.step, self._world.epoch)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, is_checkpoint_name
+from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.reading import is_directory
 from dalsegno.protos import control_pb2
 
@@ -22,11 +23,15 @@ from .adoption import Adopter
 from .best_save import BestRule
 from .layouts import FileState, state_of
 from .placing import put_back
+from .settling import settled
 from .slices import Latest
 from .taking import Before, Late, Origin, save_directory
 from .volume_clock import now_at
 
 __all__ = ["take_late"]
+
+# Seconds between the tries to look where the first node has left off, where the file system fails.
+_PAUSES_SECONDS = (0.5, 1.0, 3.0, 6.0)
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +55,47 @@ def take_late(
         seconds: what it may take.
         since: see `Late`.
     """
+    deadline = time.monotonic() + seconds
+    for pause in (*_PAUSES_SECONDS, None):
+        try:
+            adopter = _adopter(run_dir, world, origin, deliver, pattern, best, since)
+            break
+        except OSError as error:
+            if pause is None or time.monotonic() + pause > deadline:
+                why = printable(error.strerror or str(error))
+                deliver(
+                    ev.Remark(
+                        f"nobody can tell here what the script saved last in epoch {world.epoch} ({why}): the run goes "
+                        "on from its last commit"
+                    )
+                )
+                return
+            logger.info("what the script saved last in epoch %d is looked for again: %s", world.epoch, error)
+        time.sleep(pause)  # why: no event tells when a file system works again
+    if adopter is not None:
+        try:
+            settled(adopter, deadline - time.monotonic(), ended_well=False)
+        finally:
+            adopter.close()
+
+
+def _adopter(
+    run_dir: Path,
+    world: control_pb2.World,
+    origin: Origin,
+    deliver: Callable[[ev.Event], None],
+    pattern: str,
+    best: BestRule | None,
+    since: int,
+) -> Adopter | None:
+    """Looks where the first node has left off; None: the script had no directory in that epoch.
+
+    Raises:
+        OSError: the file system says no.
+    """
     root = save_directory(run_dir, world.epoch)
     if not is_directory(root):
-        return
+        return None
     sealed = _newest_sealed(run_dir, world.epoch)
     step = world.resume.source.step if world.HasField("resume") else 0
     last = sealed
@@ -66,12 +109,17 @@ def take_late(
     numbers = dict(sealed.saved_as.numbers) if sealed is not None and sealed.saved_as is not None else {}
     latest = None if sealed is None else _latest(run_dir, sealed)
     step = max(step, sealed.step) if sealed is not None else step
-    late = Late(step, numbers, now_at(root), time.monotonic(), since, latest)
-    adopter = Adopter(run_dir, world, origin, deliver, pattern, before, best=best, late=late)
+    late = Late(step, numbers, _now(root), time.monotonic(), since, latest)
+    return Adopter(run_dir, world, origin, deliver, pattern, before, best=best, late=late)
+
+
+def _now(root: Path) -> int:
+    """See `Late.now`."""
     try:
-        adopter.settle(seconds, ended_well=False)
-    finally:
-        adopter.close()
+        return now_at(root)
+    except OSError as error:
+        logger.warning("the clock of the volume is not known, so all must be seen to stand still: %s", error)
+        return 0
 
 
 def _newest_sealed(run_dir: Path, epoch: int) -> Manifest | None:

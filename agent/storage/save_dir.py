@@ -30,6 +30,7 @@ from .late import take_late
 from .layouts import state_of
 from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
 from .placing import is_placed, place
+from .settling import settled
 from .strays import ASIDE, set_aside, strays
 from .taking import Before, Origin, save_directory
 from .volume_clock import now_at
@@ -244,7 +245,7 @@ class Adoption:
         """Called when workers have ended: adopts what they saved last before that is reported. From any thread."""
         adopter = self._adopter
         if adopter is not None:
-            adopter.settle(timeout_seconds)
+            settled(adopter, timeout_seconds)
 
     def interrupt(self) -> None:
         """Called when workers are about to be stopped. From any thread."""
@@ -269,7 +270,7 @@ class Adoption:
             noticed: they may have saved because they got a notice. The first node may have looked before that.
         """
         if (adopter := self._adopter) is not None:
-            adopter.settle(max(min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS), given), ended_well=False)
+            settled(adopter, max(min(_PART_OF_JOINING * join_timeout, _MOST_SECONDS), given), ended_well=False)
         elif noticed and self._of_run is not None and self._noticed:
             self.take_late(*self._of_run, join_timeout, self._deliver, self._noticed)
 

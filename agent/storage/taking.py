@@ -84,7 +84,7 @@ class Late:
     Attributes:
         step: the last step; of the resume point, if it had taken nothing.
         numbers: see `SavedAs`; empty, if it had taken nothing.
-        now: by the clock of the volume, in ns, when it was `at` by this process's.
+        now: by the clock of the volume, in ns, when it was `at` by this process's; 0: nobody knows.
         since: only what was written from then on is taken, by that clock: the first node is there, and has the rest.
         latest: what it took last, if that counts steps.
     """

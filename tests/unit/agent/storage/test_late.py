@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import shutil
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.storage import adoption
+from dalsegno.agent.storage import adoption, late, settling
 from dalsegno.agent.storage.save_dir import Adoption
 from dalsegno.elastic.checkpoint import inventory
 from dalsegno.protos import control_pb2
@@ -109,9 +111,9 @@ def test_a_file_that_is_written_over_is_taken_once(tmp_path: Path, monkeypatch: 
 def test_a_copy_of_the_resume_point_is_no_new_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
     """The script found it in its directory, and was lost before it saved anything; also where a clock was set back."""
     states(tmp_path / "e1", "ckpt.pt")
+    os.utime(tmp_path / "e1" / "ckpt.pt", (time.time() + ahead,) * 2)
     first_node_took(tmp_path, monkeypatch, world(1), 1)
     (sealed,) = inventory(tmp_path)
-    os.utime(tmp_path / "e1" / "ckpt.pt", (time.time() + ahead,) * 2)
     resumed = world(2, sealed.name)
     resumed.resume.source.step, resumed.resume.source.ref.digest = 1, sealed.digest
     done: queue.Queue[str] = queue.Queue()
@@ -199,6 +201,63 @@ def test_what_stands_still_for_long_is_taken_at_once(tmp_path: Path, monkeypatch
     assert take(tmp_path, world(1)) == []
     assert steps(tmp_path) == [20]
     assert time.monotonic() - began < 15, "of the 30 s that it would have to be seen"
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, number: int, times: int = 1) -> None:
+    """The first calls of a function fail, as where an NFS server was started again."""
+    whole, left = getattr(module, name), [OSError(number, os.strerror(number))] * times
+
+    def tried(*args: Any, **options: Any) -> Any:
+        if left:
+            raise left.pop()
+        return whole(*args, **options)
+
+    monkeypatch.setattr(module, name, tried)
+    monkeypatch.setattr(late, "_PAUSES_SECONDS", (0.05, 0.05))
+    monkeypatch.setattr(settling, "_PAUSES_SECONDS", (0.05, 0.05))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "number", "said"),
+    [
+        (late, "is_directory", errno.ESTALE, 0),
+        (late, "_newest_sealed", errno.EIO, 0),
+        (late, "now_at", errno.ESTALE, 0),
+        (late, "now_at", errno.EROFS, 0),
+        (adoption, "survey", errno.ESTALE, 1),
+        (adoption, "adopt", errno.ESTALE, 1),
+    ],
+)
+def test_one_failure_does_not_cost_the_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, number: int, said: int
+) -> None:
+    """Wherever it comes. A mark that cannot be written only means that all must be seen to stand still."""
+    states(tmp_path / "e1" / "global_step20", *ZERO_1)
+    fails(monkeypatch, module, name, number)
+    assert len(take(tmp_path, world(1))) == said
+    assert steps(tmp_path) == [20]
+
+
+def test_what_nobody_can_look_at_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are lost, which only a log told. The node joins then."""
+    states(tmp_path / "e1" / "global_step20", *ZERO_1)
+    fails(monkeypatch, late, "is_directory", errno.ESTALE, times=9)
+    (said,) = take(tmp_path, world(1))
+    assert isinstance(said, ev.Remark)
+    assert said.text.startswith("nobody can tell here what the script saved last in epoch 1 (Stale file handle): ")
+    assert steps(tmp_path) == []
+
+
+def test_one_failure_as_workers_end_does_not_cost_their_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looks once more at the directory of an epoch that is over."""
+    taken, _ = begun(tmp_path, monkeypatch, world(1))
+    fails(monkeypatch, adoption, "adopt", errno.ESTALE)
+    states(tmp_path / "e1" / "global_step20", *ZERO_1)
+    taken.settle(20)
+    taken.close()
+    assert steps(tmp_path) == [20]
 
 
 class Leaver:
