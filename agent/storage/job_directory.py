@@ -32,7 +32,6 @@ from dalsegno.elastic.checkpoint.files import Meter, publish
 from dalsegno.elastic.checkpoint.spares import clear_spares, spare_bytes
 from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import MOST_FINISHED_RUNS
-from dalsegno.protos.shortage import shortage
 from dalsegno.protos.text import is_component, one_line
 
 from ..decisions.events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
@@ -41,7 +40,7 @@ from .errand import Errand, spawned, submitted
 from .forms import is_form, with_forms
 from .private import PRIVATE, NotPrivateError, check_private, read_private
 from .problems import is_gone
-from .room import prune_replaced
+from .room import prune_replaced, tell_undeleted
 from .survey import Manifests, Survey, look_at, looked_again, surveyed
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
@@ -365,12 +364,7 @@ class Storage:
             self.keeps_spares = spare_bytes(store.run_dir) > 0
         except Exception as error:  # whatever it is: it holds up neither the others nor the next deletion
             problems = {ref.name: error}
-            if not isinstance(error, (OSError, ValueError)):
-                logger.error("deleting %s failed", ref.name, exc_info=error)
-                why = shortage(error) or printable(repr(error))
-                self.directory.complaint.once(ref.name, f"checkpoint {ref.name} cannot be deleted: {why}")
-        for name, problem in problems.items():
-            logger.warning("checkpoint %s cannot be deleted: %s", name, problem)
+        tell_undeleted(problems, self.directory.complaint.once)
         return not problems
 
     def sweep(self, run_id: str, epoch: int, step: int = 0, converting: str = "") -> None:

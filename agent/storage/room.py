@@ -6,14 +6,16 @@ import contextlib
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointStore
+from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.spares import clear_spares, spare_bytes
 from dalsegno.protos import control_pb2
+from dalsegno.protos.shortage import shortage
 
-__all__ = ["RoomWatch", "give_back_spares", "missing_bytes", "prune_replaced"]
+__all__ = ["RoomWatch", "give_back_spares", "missing_bytes", "prune_replaced", "tell_undeleted"]
 
 LOOK_EVERY_SECONDS = 3.0
 # A disk with less is full.
@@ -47,6 +49,24 @@ def prune_replaced(store: CheckpointStore, names: Iterable[str], ends: threading
     if ends.is_set():
         clear_spares(store.run_dir)
     return problems
+
+
+def tell_undeleted(problems: Mapping[str, Exception], once: Callable[[str, str], None]) -> None:
+    """Tells people what stays on the disk although the run needs it no more.
+
+    Args:
+        problems: of each checkpoint that could not be deleted, why.
+        once: see `Complaint.once`.
+    """
+    for name, problem in problems.items():
+        logger.warning("checkpoint %s cannot be deleted: %s", name, problem)
+        if isinstance(problem, OSError):
+            # A mount or a link that forbids one deletion forbids them all.
+            why, thing = shortage(problem) or printable(str(problem)), f"deleting: {problem.errno}"
+            once(thing, f"checkpoint {name} cannot be deleted ({why}): it takes room until it is deleted by hand")
+        elif not isinstance(problem, ValueError):
+            logger.error("deleting %s failed", name, exc_info=problem)
+            once(name, f"checkpoint {name} cannot be deleted: {shortage(problem) or printable(repr(problem))}")
 
 
 def give_back_spares(run_dir: Path) -> None:

@@ -81,6 +81,8 @@ class EpochLife:
     # People know that a full disk cannot be helped here, and why the last save failed: told anew behind a commit.
     shortage_told: bool = False
     failure_told: str = ""
+    # Nothing of what was to be deleted last is gone.
+    deletion_fails: bool = False
     # The step whose save failed last, and why if that was not the first time.
     failed_step: int = 0
     tried_again: str = ""

@@ -14,11 +14,17 @@ LEAST_KEPT = 2
 def make_room(turn: Turn, missing_bytes: int) -> None:
     """Retires the oldest commits until they hold as much as is missing, but neither the last two nor what must stay.
 
-    While retired ones are still being deleted nothing more is retired: they may be enough.
+    While retired ones are still being deleted nothing more is retired: they may be enough. Nor where they cannot be:
+    what came next could not, either.
     """
     job = turn.job
     keep = wanted(job)
-    if missing_bytes <= 0 or prunable(job):
+    if missing_bytes <= 0:
+        return
+    missing = f"the checkpoint directory lacks {amount(missing_bytes)} for the next checkpoint"
+    if prunable(job):
+        if turn.open.deletion_fails:
+            _tell(turn, missing, "what was to go cannot be deleted")
         return
     gone: list[Checkpoint] = []
     for record in reversed(beyond(job, min(keep, LEAST_KEPT)) if keep else []):
@@ -26,15 +32,14 @@ def make_room(turn: Turn, missing_bytes: int) -> None:
             gone.append(record)
     for record in gone:
         retire(job, record, damaged=False)
-    _tell(turn, missing_bytes, gone, keep)
-
-
-def _tell(turn: Turn, missing_bytes: int, gone: list[Checkpoint], keep: int) -> None:
-    missing = f"the checkpoint directory lacks {amount(missing_bytes)} for the next checkpoint"
     if gone:
         names = ", ".join(record.name for record in gone)
         turn.notice(f"{missing}: {names} {'goes' if len(gone) == 1 else 'go'}, although {keep} were to stay", True)
-    elif not turn.open.shortage_told:
+    else:
+        _tell(turn, missing, "what is left is needed" if keep else "all are to stay (--keep-checkpoints=0)")
+
+
+def _tell(turn: Turn, missing: str, why: str) -> None:
+    if not turn.open.shortage_told:
         turn.open.shortage_told = True
-        why = "what is left is needed" if keep else "all are to stay (--keep-checkpoints=0)"
         turn.notice(f"{missing}, and none is deleted for it, because {why}: make room", True)

@@ -204,6 +204,24 @@ def test_a_source_stays_with_a_form_that_could_not_go(tmp_path: Path, monkeypatc
     storage.close()
 
 
+def test_people_hear_once_of_what_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again and again, and the disk fills. One line for all that one mount or directory forbids."""
+    directory = JobDirectory(tmp_path, "job")
+    said: list[str] = []
+    directory.complaint.say = lambda text, warning: said.append(text)
+    finished(directory.run("run-0001"), 1, 2)
+    _refuse(monkeypatch, "step-1.e1.1", "step-2.e1.1")
+    storage = Storage(directory)
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for _ in range(2):
+        storage.prune("run-0001", [pb.CheckpointRef(name=f"step-{step}.e1.1") for step in (1, 2)], told.put)
+        assert told.get(timeout=20).refs == ()
+    storage.close()
+    (line,) = said
+    assert line.startswith("checkpoint step-1.e1.1 cannot be deleted ([Errno 1] Operation not permitted: ")
+    assert line.endswith("it takes room until it is deleted by hand")
+
+
 def test_prune_is_not_held_up_by_a_pipe(tmp_path: Path) -> None:
     """In the place of a conversion's journal, of a manifest or of a file."""
     run = finished(tmp_path / "run-0001", 1, 2, 3)

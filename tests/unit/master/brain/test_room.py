@@ -92,6 +92,21 @@ def test_where_nothing_may_go_it_is_said_once(keep: int, left: list[int]) -> Non
     assert said.endswith("make room")
 
 
+def test_where_the_retired_stay_it_is_said_once() -> None:
+    """A mount that lets nothing be deleted: nothing more is given up, and people hear that they must make room."""
+    job, (a,) = saved(keep=6)
+    for _ in range(2):
+        lacks(a, 5000)
+    assert "none is deleted" not in job.job.events[-1].text, "they are being deleted"
+    retired = kept(job)
+    assert job.call(pb.PrunedRequest(caller=a.caller())).code == "OK"
+    for _ in range(3):
+        lacks(a, 5000)
+    (said,) = [event.text for event in job.job.events if "none is deleted for it" in event.text]
+    assert said.endswith("because what was to go cannot be deleted: make room")
+    assert kept(job) == retired
+
+
 def test_only_the_first_node_counts() -> None:
     """Of several nodes each would have it retired once more."""
     job, (_, b) = saved(keep=6, nodes=2)
