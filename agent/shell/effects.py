@@ -94,7 +94,7 @@ class Effects:
         self.storage = Storage(directory)
         # Takes over what the script saved last in a world whose first node is gone; blocks.
         self.take: Callable[[control_pb2.World], None] = lambda world: None
-        self._room = RoomWatch(
+        self.room = RoomWatch(
             2 if config.adopts else 1, self.storage.deletion, lambda missing: mailbox.put(ev.RoomMissing(missing))
         )
         self._own_memory = OwnMemory(
@@ -214,7 +214,7 @@ class Effects:
             logger.warning("%d calls were not answered before the agent ended", self.client.waiting())
         self._address_watch.close()
         self.conversion.stop()
-        self._room.close()
+        self.room.close()
         self.storage.close()
         if self.storage.keeps_spares:
             give_back_spares(self._directory.run(self.run_id))
@@ -327,7 +327,7 @@ class Effects:
                 return  # The master repeats its order when it has heard of it.
         self._head = directive.head if directive.HasField("head") else None
         if self._config.make_room and self._head is not None and not self._head.in_memory:
-            self._room.committed(self._directory.run(self.run_id), self._head)
+            self.room.committed(self._directory.run(self.run_id), self._head)
         self._mailbox.put(ev.Directed(directive))
 
     def _mark_finished(self, run_id: str) -> None:

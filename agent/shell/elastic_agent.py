@@ -107,7 +107,7 @@ class ElasticAgent(LocalElasticAgent):
         self._link.leave_to(lifeline)
         self._adoption = Adoption(
             script.arguments,
-            mailbox.put,
+            effects.room.hearing(mailbox.put),
             config.checkpoint_glob,
             config.keep_saves,
             looks=reads(script, Variable.RESUME_DIR),
@@ -234,6 +234,8 @@ class ElasticAgent(LocalElasticAgent):
 
     def _worker_said(self, epoch: int, rank: int, message: worker_pb2.ToAgent) -> None:
         body = message.WhichOneof("body")
+        if body == "save_failed":
+            self._effects.room.refused(message.save_failed.reason)
         # Each seal and each failed save counts; of other messages only a rank's last one does.
         newest = (epoch, rank, body) if body not in ("sealed", "save_failed") else None
         self._mailbox.put(ev.WorkerSaid(epoch, rank, message), replaces=newest)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +16,8 @@ from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.spares import clear_spares, spare_bytes
 from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import shortage
+
+from ..decisions import events as ev
 
 __all__ = ["RoomWatch", "give_back_spares", "missing_bytes", "prune_replaced", "tell_undeleted"]
 
@@ -93,7 +97,7 @@ class RoomWatch:
         self._changed = threading.Condition()
         self._directory: Path | None = None
         self._head: control_pb2.Checkpoint | None = None
-        self._closed = False
+        self._closed = self._refused = False
 
     def committed(self, directory: Path, head: control_pb2.Checkpoint) -> None:
         """The newest commit of the run, which is in this directory; told as often as one likes."""
@@ -101,7 +105,7 @@ class RoomWatch:
             if self._closed or (self._head is not None and self._head.ref.digest == head.ref.digest):
                 return
             first = self._head is None
-            self._directory, self._head = directory, head
+            self._directory, self._head, self._refused = directory, head, False
             self._changed.notify()
         if first:
             try:
@@ -109,6 +113,23 @@ class RoomWatch:
             except RuntimeError:  # the next commit may find room for a thread
                 with self._changed:
                     self._head = None
+
+    def refused(self, reason: str) -> None:
+        """A save failed, for this reason: perhaps as a quota or the inodes are used up, which no look sees."""
+        if any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT)):
+            with self._changed:
+                self._refused = True
+                self._changed.notify()
+
+    def hearing(self, deliver: Callable[[ev.Event], None]) -> Callable[[ev.Event], None]:
+        """Delivers events, and takes those that say why a script's save is not taken for `refused`."""
+
+        def heard(event: ev.Event) -> None:
+            if isinstance(event, ev.ManifestRead):
+                self.refused(event.message)
+            deliver(event)
+
+        return heard
 
     def close(self) -> None:
         with self._changed:
@@ -122,22 +143,26 @@ class RoomWatch:
                 if self._closed:
                     return
                 directory, head = self._directory, self._head
+                refused, self._refused = self._refused, False
             assert directory is not None
             assert head is not None
-            self._look(directory, head, at_commit=head.ref.digest != looked)
+            self._look(directory, head, at_commit=head.ref.digest != looked, refused=refused)
             looked = head.ref.digest
             with self._changed:
                 # No event tells of a disk that others fill.
-                if not self._closed and self._head is head:
+                if not self._closed and self._head is head and not self._refused:
                     self._changed.wait(LOOK_EVERY_SECONDS)
 
-    def _look(self, directory: Path, head: control_pb2.Checkpoint, at_commit: bool) -> None:
+    def _look(self, directory: Path, head: control_pb2.Checkpoint, at_commit: bool, refused: bool) -> None:
         with self._deletion:
             try:
                 missing = self._missing(directory, head, at_commit)
-                if missing and spare_bytes(directory):
+                if (missing or refused) and spare_bytes(directory):
                     clear_spares(directory)
-                    missing = self._missing(directory, head, at_commit)
+                    missing, refused = self._missing(directory, head, at_commit), False
+                if refused:
+                    # A little less than it takes, as sizes differ: for one that is to come one goes.
+                    missing = max(missing, int(self._copies * head.bytes * (1 - SPARE_SHARE)))
             except Exception as error:  # whatever it is, the next look may tell
                 logger.info("the room in %s is not known: %s", directory, error)
                 return

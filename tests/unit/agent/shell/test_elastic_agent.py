@@ -12,7 +12,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.mailbox import Mailbox
-from dalsegno.protos import control_pb2
+from dalsegno.protos import control_pb2, worker_pb2
 
 # Of torch 2.11 and older at the end and on a signal; of later ones.
 CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -85,3 +85,13 @@ def test_what_fails_at_the_end_costs_no_exit_code(monkeypatch: pytest.MonkeyPatc
         getattr(agent, name).close.side_effect = RuntimeError("can't start new thread")
     agent._shutdown()
     assert all(getattr(agent, name).close.called for name in rest if name != "_context")
+
+
+def test_why_a_save_failed_reaches_who_makes_room() -> None:
+    """Of a quota nobody else hears."""
+    agent = object.__new__(ElasticAgent)
+    agent._mailbox, agent._effects = Mailbox(), MagicMock()
+    failed = worker_pb2.ToAgent(save_failed=worker_pb2.SaveFailed(reason="Disk quota exceeded"))
+    agent._worker_said(1, 0, failed)
+    agent._effects.room.refused.assert_called_once_with("Disk quota exceeded")
+    assert agent._mailbox.get(0.1) == ev.WorkerSaid(1, 0, failed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import queue
 import threading
 from collections import namedtuple
@@ -10,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.storage import room
+from dalsegno.agent.storage.problems import problem_of
 from dalsegno.protos import control_pb2 as pb
 
 MIB = 1 << 20
@@ -125,6 +129,40 @@ def test_a_disk_that_others_fill(
     assert nothing(told)
     disk.free = 0
     assert told.get(timeout=5) == told.get(timeout=5) == 2 * GIB + 2 * GIB // 20 + 32 * MIB
+
+
+def test_a_save_that_a_quota_refuses_is_told(
+    disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
+) -> None:
+    """No look sees a quota, nor inodes. Once for each failed save, with a session or without; a commit is over it."""
+    one, told, _ = watch
+    one.refused("[Errno 28] No space left on device")
+    one.committed(tmp_path, head("a"))
+    assert nothing(told)
+    one.refused("rank 0: [Errno 122] Disk quota exceeded: 'model.pt'")
+    assert told.get(timeout=5) == int(2 * GIB * 0.95)
+    passed: queue.Queue[ev.Event] = queue.Queue()
+    failed = ev.ManifestRead("last.ckpt", None, problem_of(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    one.hearing(passed.put)(failed)
+    assert (told.get(timeout=5), passed.get()) == (int(2 * GIB * 0.95), failed)
+    one.refused("[Errno 13] Permission denied")
+    assert nothing(told)
+
+
+def test_spare_files_go_before_a_checkpoint(
+    disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be what a quota counts. The next save that fails tells that they were not enough."""
+    spares = [GIB]
+    monkeypatch.setattr(room, "spare_bytes", lambda directory: sum(spares))
+    monkeypatch.setattr(room, "clear_spares", lambda directory: spares.clear())
+    one, told, _ = watch
+    one.committed(tmp_path, head("a"))
+    one.refused(os.strerror(errno.EDQUOT))
+    assert nothing(told)
+    assert spares == []
+    one.refused(os.strerror(errno.EDQUOT))
+    assert told.get(timeout=5)
 
 
 @pytest.mark.slow
