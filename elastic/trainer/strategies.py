@@ -441,17 +441,21 @@ def resume_rates(optimizer: Optimizer, scheduler: Any) -> None:
 def step_and_clear(
     model: nn.Module, optimizer: Optimizer, scheduler: Any, max_grad_norm: float | None, loss_scale: LossScale
 ) -> Tensor | float | None:
-    """Clips over all parameters (of sharded ones all ranks' parts), steps, clears. Returns the norm before clipping.
+    """Clips over all trained parameters (of sharded ones all ranks' parts), steps, clears. Returns the norm before.
 
     If gradients are not finite, neither the optimizer nor the scheduler steps.
     """
     norm: Tensor | None = None
     loss_scale.unscale(optimizer)
     if max_grad_norm is not None:
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        # Others have gradients, too, which nothing unscales. Those that are not the model's nobody averages.
+        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        norm = nn.utils.clip_grad_norm_([one for one in model.parameters() if one in trained], max_grad_norm)
     if loss_scale.step(optimizer) and scheduler is not None:
         scheduler.step()
     optimizer.zero_grad()
+    # Left alone, the gradients of those that the optimizer does not have would pile up, and be in no checkpoint.
+    model.zero_grad()
     return norm
 
 

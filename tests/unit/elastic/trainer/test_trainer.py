@@ -40,7 +40,7 @@ from dalsegno.elastic.trainer.callbacks import Console, TensorBoard, WeightsAndB
 from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.trainer.fsdp import FSDP, TRAINER_FILE, load_trainer_state, trainer_state
 from dalsegno.elastic.trainer.loss_scale import LossScale
-from dalsegno.elastic.trainer.strategies import DDP
+from dalsegno.elastic.trainer.strategies import DDP, MakeOptimizer
 from dalsegno.elastic.training import entry, saves
 from dalsegno.elastic.training.session import BareSession
 from tests.unit.elastic.saving.test_resuming import point, write
@@ -142,18 +142,18 @@ def weights(trainer: Trainer) -> Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
-def plain(steps: int, clip: float | None = None) -> Tensor:
+def plain(steps: int, clip: float | None = None, optimizer_of: MakeOptimizer = make_optimizer) -> Tensor:
     """What a loop without any of ours makes of the model."""
     model, sampler, data = make_model(), ElasticSampler(LENGTH, GLOBAL_BATCH, seed=3), Points()
-    optimizer = make_optimizer(model)
+    optimizer = optimizer_of(model)
     scheduler = make_scheduler(optimizer)
     for _, batch in zip(range(steps), sampler, strict=False):
         loss_of(model, torch.stack([data[i] for i in batch.sample_ids])).backward()  # type: ignore[no-untyped-call]
         if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
         optimizer.step()
         scheduler.step()
-        optimizer.zero_grad()
+        model.zero_grad()
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -167,6 +167,30 @@ def test_it_trains_as_a_plain_loop_does(clip: float | None) -> None:
     trainer = make(max_grad_norm=clip)
     assert trainer.fit().step == STEPS
     torch.testing.assert_close(weights(trainer), plain(STEPS, clip), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [None, 2.0**16])
+def test_an_optimizer_of_a_part_clips_and_clears_that_part(
+    tmp_path: Path, process: Callable[[], None], scale: float | None
+) -> None:
+    """The others' gradients are neither unscaled nor used: no norm has them, they do not pile up, and no resume."""
+
+    def head(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model[-1].parameters(), lr=0.1)  # type: ignore[index]
+
+    def run(name: str, steps: int) -> Trainer:
+        process()
+        scaler = None if scale is None else GradScaler("cpu", init_scale=scale)
+        options = {"max_grad_norm": 0.05, "grad_scaler": scaler, "checkpoint_dir": tmp_path / name}
+        made = make(optimizer=head, max_steps=steps, **options)
+        made.fit()
+        assert all(parameter.grad is None for parameter in made.model.parameters())
+        return made
+
+    whole = run("a", STEPS)
+    torch.testing.assert_close(weights(whole), plain(STEPS, 0.05, head), rtol=1e-12, atol=1e-12)
+    run("b", 3)
+    assert torch.equal(weights(run("b", STEPS)), weights(whole))
 
 
 @pytest.mark.slow
