@@ -6,17 +6,18 @@ others out, and go to another collective than the others where its batches end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..rank.envelopes import Refusal, Statement, Trouble, Unlike, judge
 from ..rank.meetings import is_mistake
+from ..rank.remarks import remark
 from .counts import gather_over_ranks, max_over_ranks, world_size_of
-from .evaluated_samples import NOTHING, PATIENCE_SECONDS, EvaluatedSamples
+from .evaluated_samples import FIRST, NOTHING, PATIENCE_SECONDS, EvaluatedSamples, FirstSamples
 from .prints import Likeness
-from .same_data import compared
+from .same_data import compared, of_a_stream
 
 # The name under which a length is compared; None: it is not known.
 LENGTH = "length of the data set"
@@ -28,6 +29,7 @@ def compare(
     device: torch.device,
     samples: EvaluatedSamples | None = None,
     *,
+    problem: str = "",
     busy: Callable[[], None] = lambda: None,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Mapping[str, Any]:
@@ -38,6 +40,7 @@ def compare(
         device: As of ``Counts``.
         samples: Of the data set whose length ``tell`` says: a few are compared, too. Then a second gather follows if
             they differ.
+        problem: Why this rank may not evaluate; "": there is no reason. All learn of it.
         busy: Called before and behind each look at them.
         patience_seconds: As of ``EvaluatedSamples.told``.
 
@@ -46,7 +49,7 @@ def compare(
 
     Raises:
         Unlike: A ValueError: something differs.
-        Refusal: A ValueError: ``tell`` has failed on some rank.
+        Refusal: A ValueError: ``tell`` has failed on some rank, or it has a problem.
         Trouble: A RuntimeError: the same, and another start may succeed. (Each of these is raised on all ranks.)
     """
     if world_size_of() == 1:
@@ -56,9 +59,9 @@ def compare(
         told.update(tell())
     except Exception as error:  # raised below, on all ranks
         failed = error
-    problem = "" if failed is None else f"{type(failed).__name__}: {' '.join(str(failed).split())}"
-    if problem:
-        problem = f"what is to be evaluated cannot say its length: {problem}"
+    if failed is not None:
+        why = f"{type(failed).__name__}: {' '.join(str(failed).split())}"
+        problem = f"what is to be evaluated cannot say its length: {why}"
 
     def seen(*, patient: bool) -> Mapping[str, Any]:
         length = told.get(LENGTH)
@@ -102,19 +105,38 @@ class ReadTogether:
 
     Args:
         device: As of ``Counts``.
+        dataset: The stream, whose first samples are compared; None: this rank does not show its own.
+        rank: This rank's number; the first one speaks.
+        busy, patience_seconds: As of `compare`, for a look at samples that differ.
 
     Attributes:
-        samples: What this rank has read of it.
+        varies: Some rank's first samples were other ones when they were read again. On all ranks alike.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.samples, self._device = 0, device
+    def __init__(
+        self,
+        device: torch.device,
+        dataset: Any = None,
+        rank: int = 0,
+        busy: Callable[[], None] = lambda: None,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        self._samples, self._device = 0, device
+        self._dataset, self._rank, self._busy, self._patience = dataset, rank, busy, patience_seconds
+        self._first: FirstSamples | None = None
+        self.varies = False
+
+    def read(self, samples: Sequence[Any]) -> None:
+        """This rank has read these, one at least."""
+        if not self._samples and world_size_of() > 1:
+            self._first = FirstSamples(self._dataset, () if self._dataset is None else samples[:FIRST])
+        self._samples += len(samples)
 
     def meet(self, *, end: bool) -> None:
-        """Compares how much has been read. Called before each batch, and at the end.
+        """Compares how much has been read, and what at first. Called before each batch, and at the end.
 
         Collective over the default group: one reduction of two numbers; where they differ `compare` follows, which says
-        who has read what.
+        who has read what. Before the first batch one gather more, and a second one if the samples differ.
 
         Args:
             end: This rank has read all.
@@ -122,10 +144,25 @@ class ReadTogether:
         Raises:
             Unlike: It is not the same. On all ranks.
         """
-        number = 2 * self.samples + end
+        number = 2 * self._samples + end
         most, least = max_over_ranks([number, -number], self._device)
         # All ranks see the same here, so they go on to the same collective.
-        if most == -least:
+        if most != -least:
+            read = f"{self._samples} (its end)" if end else str(self._samples)
+            compare(lambda: {"number of samples read of the iterable data set": read}, self._device)
+        first, self._first = self._first, None
+        if first is not None:
+            self._compare(first)
+
+    def _compare(self, first: FirstSamples) -> None:
+        found = compared(gather_over_ranks(first.told(), self._device), {}, used="measured")
+        if found.likeness is not Likeness.OTHER:
             return
-        read = f"{self.samples} (its end)" if end else str(self.samples)
-        compare(lambda: {"number of samples read of the iterable data set": read}, self._device)
+        self._busy()
+        again = first.told_again(self._patience)
+        self._busy()
+        if compared(gather_over_ranks(again, self._device), {}, used="measured").likeness is Likeness.OTHER:
+            raise Unlike(found.text)
+        self.varies = True
+        if self._rank == 0:
+            remark("%s", of_a_stream(found.text, used="measured"))

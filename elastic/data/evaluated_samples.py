@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..rank import rng
 from .fetching import begun
-from .looking import Inspected, Inspection, look_at
+from .looking import Inspected, Inspection, look_at, name_of
+from .prints import print_of
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS = 20.0, 5.0
 # How often a sample is read, and for how many seconds at most, at first; how often if that finds a difference.
 _AT_ONCE, _OFTEN = (2, 1.0), 12
+# So many samples of a stream are looked at, its first ones; and how often they are read once more if they differ.
+FIRST, _ONCE_MORE = 3, 4
 # Of a rank that has not looked.
 NOTHING: Mapping[str, Any] = {"prints": {}, "varies": False}
 
@@ -73,6 +77,40 @@ class EvaluatedSamples:
         (seen,) = begun(loader)
         assert isinstance(seen, Inspected)
         return seen
+
+
+class FirstSamples:
+    """What is known of a stream's first samples, which one evaluation has read. It raises nothing.
+
+    Args:
+        dataset: The stream.
+        samples: As they were read; they are not kept. Without any nothing is known, and nothing read again.
+    """
+
+    def __init__(self, dataset: Any, samples: Sequence[Any]) -> None:
+        self._dataset, self._number = dataset, len(samples)
+        try:
+            self._prints, self._all = {name_of(i): print_of(one) for i, one in enumerate(samples)}, print_of([*samples])
+        except Exception as error:
+            log.debug("the data could not be looked at", exc_info=error)
+            self._prints, self._all = {}, ""
+
+    def told(self) -> Mapping[str, Any]:
+        """As ``EvaluatedSamples.told``: what was read."""
+        return {"prints": self._prints, "varies": False}
+
+    def told_again(self, patience_seconds: float) -> Mapping[str, Any]:
+        """The same, and whether it is another one where the stream is read from its beginning again, several times.
+
+        Args:
+            patience_seconds: After so many no reading is begun.
+        """
+        if not self._prints:
+            return NOTHING
+        look = Inspection((0,), _ONCE_MORE, patience_seconds)
+        seen = look_at(self._dataset, lambda _: [*islice(iter(self._dataset), self._number)], look)
+        # What cannot be read again is not known to be the same each time.
+        return {"prints": self._prints, "varies": seen.prints != {name_of(0): self._all}}
 
 
 class _Looked(Dataset[Inspected]):

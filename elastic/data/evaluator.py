@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from ..rank import rng
+from ..rank.together import together
 from .counts import Counts, Finish, Measured, Totals
 from .evaluated_alike import LENGTH, ReadTogether, compare, length_of
 from .evaluated_samples import PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS, EvaluatedSamples
@@ -83,8 +84,8 @@ class Evaluator:
         loader_options: For ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
         interrupt_every: Number of batches between two calls of ``interrupt``, see `run`.
         check_data: Before the first run look at a few samples of a map-style data set, and compare them between the
-            ranks. False: other data of the same length are not noticed. None: as the `Trainer` does that runs it;
-            without one, True.
+            ranks; of an iterable one the first samples of each run. False: other data of the same length are not
+            noticed. None: as the `Trainer` does that runs it; without one, True.
 
     Raises:
         ValueError: A size below 1, or a loader option that would change what is measured.
@@ -115,6 +116,8 @@ class Evaluator:
         self._options, self._interrupt_every = dict(loader_options or {}), interrupt_every
         self._check_data = check_data
         self._samples = None if is_iterable(dataset) else EvaluatedSamples(dataset, self._options)
+        # A stream's samples are random: they are compared no more.
+        self._varies = False
 
     def check(
         self,
@@ -140,14 +143,14 @@ class Evaluator:
         Raises:
             Unlike: A ValueError: the ranks have other data, or evaluate otherwise. On all ranks.
             Refusal, Trouble: A ValueError and a RuntimeError: some rank's data set cannot say its length. The latter if
-                another start may succeed. On all ranks.
+                another start may succeed. Or the model is split over ranks that compute together. On all ranks.
         """
         if self._check_data is None:
             self._check_data = check_data
         rank, world_size = _place()
         if world_size > 1:
             with _evaluating(model, rank), torch.no_grad():
-                self._compare(_device_for(model, device), interruptible, busy)
+                self._compare(model, _device_for(model, device), interruptible, busy)
 
     def run(
         self,
@@ -174,18 +177,20 @@ class Evaluator:
         Raises:
             Interrupted: ``interrupt`` returned True.
             Unlike: A ValueError: the ranks have other data, or evaluate otherwise. On all ranks.
+            Refusal, Trouble: As of `check`.
         """
         where = _device_for(model, device)
         rank, world_size = _place()
-        counts, stream = Counts(where), ReadTogether(where) if is_iterable(self._dataset) else None
+        counts, stream = Counts(where), self._stream(where, rank, busy, asked=interrupt is not None)
         with _evaluating(model, rank), torch.no_grad():
             # In here, because a data set may ask the model itself for a sample.
-            length = self._compare(where, interrupt is not None, busy)
+            length = self._compare(model, where, interrupt is not None, busy)
             for number, (data, filler) in enumerate(self._batches(rank, world_size, length, stream)):
                 if stream is not None:
                     # Whoever has come to its end would come neither to ``interrupt``, whatever group that is of, nor to
                     # a forward pass in which the ranks of a sharded model meet.
                     stream.meet(end=False)
+                    self._varies = self._varies or stream.varies
                 if interrupt is not None and number % self._interrupt_every == 0 and interrupt():
                     raise Interrupted
                 busy()
@@ -196,12 +201,24 @@ class Evaluator:
             stream.meet(end=True)
         return dict(self._finish(totals)) if _anything(totals := counts.reduce()) else {}
 
-    def _compare(self, where: torch.device, asked: bool, busy: Callable[[], None]) -> int | None:
+    def _stream(self, where: torch.device, rank: int, busy: Callable[[], None], *, asked: bool) -> ReadTogether | None:
+        """Of an iterable data set: what the ranks have read of it in this run."""
+        if not is_iterable(self._dataset):
+            return None
+        looked_at = None if self._check_data is False or self._varies else self._dataset
+        return ReadTogether(where, looked_at, rank, busy, _patience(asked=asked))
+
+    def _compare(self, model: nn.Module, where: torch.device, asked: bool, busy: Callable[[], None]) -> int | None:
         """Compares what is evaluated, see `compare`; returns the length of the data set, None: unknown."""
         samples = None if self._check_data is False else self._samples
-        # Where somebody asks, a leave may wait for this.
-        patience = SHORT_PATIENCE_SECONDS if asked else PATIENCE_SECONDS
-        told = compare(lambda: self._alike(asked), where, samples, busy=busy, patience_seconds=patience)
+        told = compare(
+            lambda: self._alike(asked),
+            where,
+            samples,
+            problem=_split(model),
+            busy=busy,
+            patience_seconds=_patience(asked=asked),
+        )
         length: int | None = told[LENGTH]
         return length
 
@@ -239,7 +256,7 @@ class Evaluator:
         first: list[Any] = []
         while gathered := list(islice(samples, self._batch_size * world_size)):
             first = first or gathered[:1]
-            stream.samples += len(gathered)
+            stream.read(gathered)
             share = shares(len(gathered), self._batch_size, world_size, rank)
             yield self._collate(first if share.filler else gathered[share.start : share.stop]), share.filler
 
@@ -293,6 +310,23 @@ def _evaluating(model: nn.Module, rank: int) -> Iterator[None]:
         for module, mode in modes:
             module.training = mode
         rng.restore(generators)
+
+
+def _patience(*, asked: bool) -> float:
+    """For so many seconds samples that differ are looked at. Where somebody asks, a leave may wait for this."""
+    return SHORT_PATIENCE_SECONDS if asked else PATIENCE_SECONDS
+
+
+def _split(model: nn.Module) -> str:
+    """Why ranks that compute each sample together cannot be dealt samples of their own; "": each computes alone."""
+    for one in together(model):
+        if one.split:
+            return (
+                f"tensor parallelism: {one.what}, which compute each sample together, and the Evaluator deals each of "
+                "them samples of its own. Evaluate in a loop of your own that gives such ranks the same samples, and "
+                "add up with Counts(device, group=mesh['dp'].get_group()); see docs/dcp.md"
+            )
+    return ""
 
 
 def _anything(totals: Totals) -> bool:

@@ -87,9 +87,14 @@ def _between_starts(how: Likeness, name: str, checkpoint: str) -> str:
     )
 
 
-def of_a_stream(text: str) -> str:
-    """The message if an iterable data set is not the same on all ranks, nor when it is read once more."""
+def of_a_stream(text: str, *, used: str = "trained") -> str:
+    """The message if an iterable data set is not the same on all ranks, nor when it is read once more.
+
+    Args:
+        text: What ``compared`` said at first.
+        used: What is done with samples.
+    """
     return (
         f"{text.partition(',')[0]}, nor when it is read once more: right if samples are augmented at random; where it "
-        "shuffles, give it a seed that all ranks have, else samples are trained twice or never"
+        f"shuffles, give it a seed that all ranks have, else samples are {used} twice or never"
     )

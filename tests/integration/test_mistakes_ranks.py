@@ -197,6 +197,10 @@ EVALUATED = {
         {"held_out": [40, 32], "stream": True},
         r"number of samples read of the iterable data set is 40 on rank 0, 32 \(its end\) on rank 1",
     ),
+    "held out, streamed, order": (
+        {"held_out": 40, "stream": True, "turned": [False, True]},
+        "sample 0 is not the same on rank 0 and rank 1, so some samples would be measured twice and others never",
+    ),
     "held out, streamed, in between": (
         {"held_out": [40, 32], "stream": True, "evaluate_every": 1},
         r"number of samples read of the iterable data set is 40 on rank 0, 32 \(its end\) on rank 1",
@@ -290,7 +294,8 @@ def test_ranks_that_were_told_different_things(came: dict[str, Came], name: str)
     Comes.REFUSED,
     "some samples would be measured twice and others never, and ranks would wait for each other. Compared before the "
     "first step, and before each evaluation; of an iterable data set without a length before each batch, and what was "
-    "trained is saved first (not with Hugging Face). Of samples three are compared, as for the training",
+    "trained is saved first (not with Hugging Face). Of samples three are compared, as for the training, and of an "
+    "iterable data set the first three as they are read",
     "give all ranks the same; the line says who has what. `check_data=False` (of `Evaluator` or `Trainer`) where "
     "samples may differ",
 )
@@ -299,7 +304,7 @@ def test_ranks_that_evaluate_other_data(came: dict[str, Came], name: str) -> Non
     """One line on all ranks, and no metric. Nothing is trained before; or, with a stream, all that was is saved."""
     (line,) = {rank["refused"] for rank in came[name].ranks}
     assert re.search(f"^Unlike: the ranks (do not evaluate alike|have other data): {EVALUATED[name][1]}", line), line
-    trained = {"held out, streamed": 2, "held out, streamed, in between": 1}.get(name, 0)
+    trained = {"held out, streamed, in between": 1}.get(name, 2 * ("streamed" in name))
     assert [len(rank["steps"]) for rank in came[name].ranks] == [2 * trained] * 2
     assert [one.step for one in came[name].sealed()] == [trained] * bool(trained)
 

@@ -68,11 +68,11 @@ def test_a_schedule_in_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 @brings(
     "tensor parallelism (`parallelize_module`) in a script of your own, with a plan that deals each rank samples of "
-    "its own",
+    "its own, or with an `Evaluator`",
     Comes.REFUSED,
     "the ranks of a group compute each sample together: of other samples the result is wrong from the first step",
-    "cut batches for the groups: `BatchPlan(G, mesh['dp'].size(), m)` and `mesh['dp'].get_local_rank()` "
-    "([how](dcp.md))",
+    "cut batches for the groups: `BatchPlan(G, mesh['dp'].size(), m)` and `mesh['dp'].get_local_rank()`; evaluate in a "
+    "loop of your own ([how](dcp.md))",
 )
 def test_tensor_parallelism(tmp_path: Path) -> None:
     """Alone and beneath FSDP. Dealt to the groups it goes on in a world without any, to the same weights."""
@@ -81,6 +81,9 @@ def test_tensor_parallelism(tmp_path: Path) -> None:
             assert re.search(r"Refusal: tensor parallelism: 0\.weight.* over ranks \d, \d, which compute", output)
             assert "mesh['dp'].get_local_rank()" in output
             assert not rates(output)
+    for output in run(tmp_path / "evaluated", 4, "tensor, dealt, evaluated", fails=True):
+        assert re.search(r"Refusal: tensor parallelism: 0\.weight.* over ranks .* the Evaluator deals each of", output)
+        assert not rates(output)
     ends = {
         worlds: [run(tmp_path / str(worlds), world, case, steps)[0] for world, case, steps in worlds][-1]
         for worlds in (

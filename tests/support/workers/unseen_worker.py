@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.lr_scheduler import StepLR
 
-from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, session
+from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, Evaluator, session
 
 ROWS = torch.randn(48, 9, generator=torch.Generator().manual_seed(0))
 
@@ -90,6 +90,8 @@ def with_dcp(case: str, steps: int, directory: str) -> None:
             place = (groups, s.rank % groups)
     else:
         fully_shard(model)
+    if "evaluated" in case:
+        Evaluator(ROWS, lambda model, rows: {"loss": (loss_of(model, rows) * len(rows), len(rows))}).run(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts: dict[str, Any] = {}
     schedule = StepLR(optimizer, 1, gamma=0.5) if "schedule" in case else None

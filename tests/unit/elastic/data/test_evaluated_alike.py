@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import get_worker_info
 
 from dalsegno.elastic import Evaluator
-from dalsegno.elastic.data import counts, evaluated_samples, evaluator
+from dalsegno.elastic.data import counts, evaluated_alike, evaluated_samples, evaluator
 from dalsegno.elastic.data.evaluated_samples import NOTHING, EvaluatedSamples
 from dalsegno.elastic.data.evaluator import Interrupted
 from dalsegno.elastic.rank.agreement import Refusal, Trouble, Unlike
+from dalsegno.elastic.rank.together import Together
 from tests.unit.elastic.data.test_evaluator import Numbers, Stream, Threads, measure, wanted
 
 
@@ -238,6 +240,99 @@ def test_a_batch_of_a_stream_costs_one_collective(ranks: Callable[[int], Ranks])
     alone = ranks(1)
     alone.evaluate(lambda rank: {"dataset": Stream(Numbers(20))})
     assert alone.calls == [[]]
+
+
+class Read(Stream):
+    """Numbers of a stream, as this rank reads them."""
+
+    def __init__(self, length: int, read: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        super().__init__(Numbers(length))
+        self._read, self.readings = read, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.readings += 1
+        return iter(self._read(list(super().__iter__())))
+
+
+def differing(
+    world: Ranks, read: Callable[[int, list[Tensor]], list[Tensor]], *, check: bool | None = None, **run: Any
+) -> tuple[list[Any], list[Read]]:
+    """What each rank's evaluation gives where it reads the same numbers in its own way, and the streams."""
+    streams = [Read(40, functools.partial(read, rank)) for rank in range(world.world_size)]
+    made = {"check_data": check, "interrupt_every": 1}
+    return world.evaluate(lambda rank: {"dataset": streams[rank], **made}, **run), streams
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_streams_that_are_split_by_rank(ranks: Callable[[int], Ranks], asked: bool) -> None:
+    """As ``split_dataset_by_node`` does: equally long, and each rank measured half of its own half."""
+    world = ranks(2)
+    options = {"interrupt": world.leaving} if asked else {}
+    found, _ = differing(world, lambda rank, numbers: numbers[rank::2], **options)
+    line = refused(found)
+    assert "sample 0 is not the same on rank 0 and rank 1, so some samples would be measured twice" in line
+    assert world.passes == [0, 0]
+
+
+def test_streams_that_may_differ(ranks: Callable[[int], Ranks]) -> None:
+    """Unless it is meant; where only a later one of the first samples differs, too."""
+
+    def turned(rank: int, numbers: list[Tensor]) -> list[Tensor]:
+        return numbers[:2] + numbers[2:][:: -1 if rank else 1]
+
+    assert "sample 2 is not the same" in refused(differing(ranks(2), turned)[0])
+    found, streams = differing(ranks(2), turned, check=False)
+    assert [type(one) for one in found] == [dict, dict], found
+    assert [one.readings for one in streams] == [1, 1]
+    world = ranks(2)
+    by = [Read(40, functools.partial(turned, rank)) for rank in range(2)]
+    found = world.evaluate(lambda rank: {"dataset": by[rank], "check_data": bool(rank)})
+    assert [type(one) for one in found] == [dict, dict], found
+
+
+def test_random_streams_are_said_once(ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right if samples are augmented; of what is the same nobody reads anything again."""
+    said: list[str] = []
+    monkeypatch.setattr(evaluated_alike, "remark", lambda text, *values: said.append(text % values))
+
+    def drawn(rank: int, numbers: list[Tensor]) -> list[Tensor]:
+        return [number + torch.rand(()) for number in numbers]
+
+    world = ranks(2)
+    streams = [Read(40, functools.partial(drawn, rank)) for rank in range(2)]
+
+    def twice(rank: int) -> list[int]:
+        made, readings = Evaluator(streams[rank], world.measure, batch_size=4), []
+        for _ in range(2):
+            made.run(nn.Identity(), device="cpu")
+            readings.append(streams[rank].readings)
+        return readings
+
+    for first, second in world.run(twice):
+        assert second == first + 1
+        assert first > 1
+    (line,) = said
+    assert line.startswith("the ranks have other data: sample 0 is not the same on rank 0 and rank 1, nor when it is")
+    assert line.endswith("else samples are measured twice or never")
+    found, streams = differing(ranks(2), lambda rank, numbers: numbers)
+    assert found == [pytest.approx(wanted(40))] * 2
+    assert [one.readings for one in streams] == [1, 1]
+
+
+def test_a_model_that_is_split_over_ranks(ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that compute each sample together would be dealt unlike ones, and the metrics would be of neither."""
+    groups = [[Together((0, 1), None, "cpu", ["0.weight"], True)], [Together((0, 1), None, "cpu", ["1.weight"], False)]]
+    for dataset in (Numbers(9), Stream(Numbers(9))):
+        world = ranks(2)
+        monkeypatch.setattr(evaluator, "together", lambda _: groups[0])
+        line = refused(world.evaluate(lambda rank, dataset=dataset: {"dataset": dataset}), Refusal)
+        assert line.startswith("tensor parallelism: 0.weight is sharded over ranks 0, 1, which compute each sample")
+        assert world.passes == [0, 0]
+        # On one rank alone, and what is only sharded: nobody knows that it computes together.
+        monkeypatch.setattr(evaluator, "together", lambda _, world=world: groups[1 - world.get_rank()])
+        refused(world.evaluate(lambda rank, dataset=dataset: {"dataset": dataset}), Refusal)
+        monkeypatch.setattr(evaluator, "together", lambda _: groups[1])
+        assert ranks(2).evaluate(lambda rank, dataset=dataset: {"dataset": dataset}) == [pytest.approx(wanted(9))] * 2
 
 
 def test_a_stream_beside_a_data_set(ranks: Callable[[int], Ranks]) -> None:

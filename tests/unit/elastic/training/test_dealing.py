@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dalsegno.elastic.rank.agreement import Refusal
-from dalsegno.elastic.training.dealing import check_dealt, together
+from dalsegno.elastic.rank.together import together
+from dalsegno.elastic.training.dealing import check_dealt
 
 
 @pytest.fixture(autouse=True)
