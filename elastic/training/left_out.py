@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -14,15 +14,19 @@ from ..rank.hooks import until_gone
 from ..rank.remarks import remark
 from ..saving.replicas import tensors
 
-__all__ = ["OptimizerWatch"]
+__all__ = ["HasParts", "OptimizerWatch", "is_listed", "steps"]
 
 # An optimizer that keeps nothing after so many steps is not looked at any more.
 _LOOKS = 3
 
 
-class _State(Protocol):
+class HasParts(Protocol):
+    """What is saved."""
+
     @property
-    def parts(self) -> Mapping[str, Any]: ...
+    def parts(self) -> Mapping[str, Any]:
+        """What it consists of beside the model, by name."""
+        ...
 
 
 class OptimizerWatch:
@@ -36,7 +40,7 @@ class OptimizerWatch:
         say: For tests.
     """
 
-    def __init__(self, state: _State, model: nn.Module, say: Callable[..., None] = remark) -> None:
+    def __init__(self, state: HasParts, model: nn.Module, say: Callable[..., None] = remark) -> None:
         self._state, self._model, self._say = weakref.ref(state), weakref.ref(model), say
         # How often each was looked at; those that are not to be looked at any more have had all of it.
         self._looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -48,7 +52,7 @@ class OptimizerWatch:
         if self._said or looks >= _LOOKS:
             return
         state, model = self._state(), self._model()
-        if state is None or model is None or _is_listed(optimizer, state.parts) or not _steps(optimizer, model):
+        if state is None or model is None or is_listed(optimizer, state.parts) or not steps(optimizer, model):
             self._looks[optimizer] = _LOOKS
             return
         self._looks[optimizer] = looks + 1
@@ -64,12 +68,21 @@ class OptimizerWatch:
         )
 
 
-def _is_listed(optimizer: Optimizer, parts: Mapping[str, Any]) -> bool:
+def is_listed(one: Any, parts: Mapping[str, Any]) -> bool:
     """Whether it is a part, or inside of one."""
-    inside = (value for part in parts.values() for value in getattr(part, "__dict__", {}).values())
-    return any(one is optimizer for one in (*parts.values(), *inside))
+    return any(one is other for part in parts.values() for other in (part, *_inside(part)))
 
 
-def _steps(optimizer: Optimizer, model: nn.Module) -> bool:
+def _inside(part: Any) -> Iterator[Any]:
+    for value in getattr(part, "__dict__", {}).values():
+        yield value
+        if isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, list | tuple):
+            yield from value
+
+
+def steps(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether some of its parameters are the model's."""
     own: set[Tensor] = set(model.parameters())
     return any(parameter in own for group in optimizer.param_groups for parameter in group["params"])

@@ -44,6 +44,7 @@ from . import digest
 from .first_weights import FirstWeights, check_places
 from .in_forward import is_compiled
 from .left_out import OptimizerWatch
+from .left_scalers import ScalerWatch
 from .left_schedules import LeftSchedules
 from .parts import Stateful, check_initialised, check_same, kept_of
 from .reading_state import check_same_dtypes, check_same_names, load_kept, load_part, load_weights, owned, read_saved
@@ -96,6 +97,7 @@ class TrainingState:
         self._first_weights = FirstWeights()
         if session.rank == 0:
             OptimizerWatch(self, self._model)
+            ScalerWatch(self, self._model)
 
     @property
     def by_place(self) -> bool:

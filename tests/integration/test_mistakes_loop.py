@@ -171,6 +171,30 @@ def test_an_optimizer_that_is_not_in_the_state(caplog: pytest.LogCaptureFixture)
 
 
 @brings(
+    "a `GradScaler` that steps the model's optimizer and is not in `s.state`",
+    Comes.SAID,
+    "its loss scale begins anew at each change of the world, and steps are left out until it fits again",
+    "give it to `s.state` or `TrainingState` as well",
+)
+def test_a_scaler_that_is_not_in_the_state(caplog: pytest.LogCaptureFixture) -> None:
+    for given in (True, False):
+        script, scaler = Script(), torch.amp.grad_scaler.GradScaler("cpu", init_scale=8.0)
+        script.s.close()
+        script.s = session()
+        script.state = script.s.state(script.model, script.optimizer, scaler=scaler if given else None)
+        for batch in script.s.steps(script.data, script.state, max_steps=3):
+            for micro in batch:
+                scaler.scale(micro.scale(script.loss(micro.data))).backward()  # type: ignore[no-untyped-call]
+            scaler.step(script.optimizer)
+            scaler.update()
+            script.optimizer.zero_grad()
+        said = [line for line in caplog.messages if "is not in the state that is saved" in line]
+        assert len(said) == (not given)
+        script.s.close()
+    assert said[0].startswith("GradScaler steps AdamW")
+
+
+@brings(
     "gradients that are carried over the end of a step, such as an optimizer's step behind every second batch",
     Comes.SAID,
     "no checkpoint has them, so saves and drains come behind the next step of the optimizer, and who is left after a"
