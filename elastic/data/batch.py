@@ -154,3 +154,19 @@ class Total:
         if self._pending is not None:
             self._value, self._pending = int(self._pending.wait()[0]), None
         return self._value
+
+
+def whole(counted: Any) -> int:
+    """What ``count_tokens`` has returned.
+
+    Raises:
+        ValueError: It is no whole number: cut to one, it would weigh the loss wrongly.
+    """
+    number = float(counted)
+    if not number.is_integer():
+        raise ValueError(
+            f"count_tokens returned {number:g}, and counts are whole numbers, whose sums are the same at any number of "
+            "ranks. For a mean with weights scale the weights until they are whole, such as [37, 9] for [3.7, 0.9], "
+            "and return their sum: the mean stays the same"
+        )
+    return int(number)

@@ -17,7 +17,7 @@ from ..rank import rng
 from ..rank.agreement import PART, Unlike
 from ..rank.collective import Done
 from ..rank.remarks import remark
-from .batch import Batch, Total
+from .batch import Batch, Total, whole
 from .fetching import Loading, Maker, PlannedMicroBatch, is_iterable
 from .looking import Inspected, Inspection
 from .micro_batch import Computed, MicroBatch
@@ -77,9 +77,9 @@ class Batches(Generic[T]):
             step 1.
         data_epochs: Stop before this data epoch; None: never.
         seed: The seed of fixed micro-batches, see above.
-        count_tokens: For token means: counts the real tokens in ``data``. Factors are then by tokens instead of
-            samples. With a plan that pads it gets the rows' mask as second argument, and must count only the rows of
-            the mask.
+        count_tokens: For token means: counts the real tokens in ``data``, or adds up their weights: a whole number.
+            Factors are then by tokens instead of samples. With a plan that pads it gets the rows' mask as second
+            argument, and must count only the rows of the mask.
         reduce: For token means: sums a number over all ranks. ``session.sum`` runs beside the first forward pass; any
             other function is called before it.
         loader_options: For ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
@@ -435,7 +435,7 @@ class Batches(Generic[T]):
         found = []
         for part, data in parts:
             mask = (torch.arange(part.slice.rows) < part.slice.n,) if self._plan.pad else ()
-            found.append(0 if part.slice.filler else int(self._count_tokens(data, *mask)))
+            found.append(0 if part.slice.filler else whole(self._count_tokens(data, *mask)))
         batch._total = Total(_begun(self._reduce, sum(found)))
         return found
 

@@ -544,3 +544,18 @@ def test_other_ways_to_compute_a_gradient_are_not_blamed(caplog: pytest.LogCaptu
     for _ in range(2):
         _swallow(iter(make(16, 2, 4, 0)), "", 2, (0, 0))
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("counted", "has"), [(3.7, 0), (torch.tensor(0.9), 0), (float("nan"), 0), (3.0, 3), (torch.tensor(4.0), 4)]
+)
+def test_weights_that_are_not_whole_are_refused(counted: Any, has: int) -> None:
+    """They were cut to whole numbers: 3.7 weighed as much as 3, and 0.9 nothing."""
+    batch = next(iter(make(8, 2, 4, 0, count_tokens=lambda data: counted, reduce=lambda value: value)))
+    if has:
+        assert [part.tokens for part in batch.micro_batches] == [has]
+        return
+    with pytest.raises(
+        ValueError, match=rf"count_tokens returned {float(counted):g}, and counts are whole .*\[37, 9\]"
+    ):
+        list(batch.micro_batches)
