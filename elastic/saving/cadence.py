@@ -1,7 +1,8 @@
 """When memory checkpoints are due: every so many steps, or as often as costs little. Pure.
 
 ``"auto"`` measures what the loop waits for a save, and what the steps beside which it is written take longer than
-others do. The next one comes so many steps later that this is `SHARE` of them.
+others do. The next one comes so many steps later that this is `SHARE` of them. What is rare, and falls on a step beside
+one save (an evaluation), is no part of what saves cost: the median of the last few counts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ MOST_STEPS = 1000
 FIRST_STEPS = 3
 # So many steps say how long a step takes.
 WINDOW = 32
+# So many saves say what one costs.
+COSTS = 5
 # After failures in a row at most so many times the distance.
 MOST_PATIENCE = 64
 
@@ -46,7 +49,7 @@ class Cadence:
         self._steps: deque[float] = deque(maxlen=WINDOW)
         self._waited = self._beside = 0.0
         self._count_beside = 0
-        self._cost: float | None = None
+        self._costs: deque[float] = deque(maxlen=COSTS)
 
     def measure(self, seconds: float, *, saving: bool) -> None:
         """A step took so long; ``saving``: a memory checkpoint was written beside it."""
@@ -73,9 +76,10 @@ class Cadence:
             return max(1, self._every)
         step = max(statistics.median(self._steps), 1e-6)
         # What a step beside the save waited for its end is in that, too.
-        cost = self._waited + max(0.0, self._beside - self._count_beside * step)
-        self._cost = cost if self._cost is None else 0.5 * (self._cost + cost)
-        return max(1, min(MOST_STEPS, math.ceil(self._cost / (SHARE * step))))
+        self._costs.append(self._waited + max(0.0, self._beside - self._count_beside * step))
+        # Of two the smaller one: at the beginning, too, what is rare is not taken for the rule.
+        cost = statistics.median_low(self._costs)
+        return max(1, min(MOST_STEPS, math.ceil(cost / (SHARE * step))))
 
     def ended(self, saved_step: int, step: int, apart: int, *, failed: bool) -> None:
         """The save of ``saved_step`` ended, as is known behind ``step``.

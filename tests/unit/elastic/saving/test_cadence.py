@@ -56,6 +56,23 @@ def test_auto_counts_what_the_steps_beside_take_longer() -> None:
     assert 0.5 * SHARE <= slowed <= SHARE * 1.02
 
 
+@pytest.mark.parametrize("before", [1, 2, 20])
+def test_auto_takes_an_evaluation_for_none_of_its_costs(before: int) -> None:
+    """A minute in a step beside one save: the next one came a thousand steps later, and others by halves of that."""
+    cadence, saved, number = Cadence(AUTO), list[int](), 0
+    while len(saved) < before + 5:
+        number += 1
+        evaluates = bool(saved) and saved[-1] == number - 1 and len(saved) == before + 1
+        cadence.measure(60.0 if evaluates else 0.1, saving=bool(saved) and saved[-1] == number - 1)
+        if saved and saved[-1] == number - 1:
+            cadence.ended(saved[-1], number, cadence.proposal(), failed=False)
+        if cadence.due(number):
+            saved.append(number)
+            cadence.began(0.004)
+    apart = [later - sooner for sooner, later in itertools.pairwise(saved)]
+    assert apart == [2] * (before + 4)
+
+
 def test_auto_has_an_end() -> None:
     """However much it costs there is one now and then."""
     saved = run(Cadence(AUTO), 3000, step=0.001, wait=60.0)
