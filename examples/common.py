@@ -126,7 +126,13 @@ def parser(description: str, *, without: Sequence[str] = ()) -> argparse.Argumen
     flags.add_argument("--max-micro-batch-size", type=_positive, default=4, help="samples one rank computes at once")
     flags.add_argument("--steps", type=_positive, default=100, help="optimizer steps of the whole run")
     flags.add_argument("--save-every", type=int, default=20, help="steps between checkpoints; 0: only at the end")
-    flags.add_argument("--memory-every", type=int, default=0, help="the same in memory (dlrover-run --memory-replicas)")
+    flags.add_argument(
+        "--memory-every",
+        type=_cadence,
+        default=0,
+        metavar="STEPS",
+        help="the same in memory, or auto (dlrover-run --memory-replicas)",
+    )
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--learning-rate", type=float, default=3e-4)
     some: dict[str, dict[str, Any]] = {
@@ -180,3 +186,7 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
+
+
+def _cadence(text: str) -> int | str:
+    return text if text == "auto" else int(text)

@@ -37,6 +37,7 @@ class Facts:
         directory: There is a directory for checkpoints.
         saves: The script gives something to save with.
         save_every: Steps between saves; 0: only for drains and at the end.
+        memory_every: Steps between saves to the nodes' memory, or ``"auto"``; 0: there are none.
         any_world_size: Its files load at any world size as they are.
         reshards: Its files load at any world size, because each rank takes its ranges of them.
         data: What is known of the data's position; empty: they were not looked at.
@@ -64,6 +65,7 @@ class Facts:
     directory: bool = False
     saves: bool = False
     save_every: int = 0
+    memory_every: int | str = 0
     any_world_size: bool = True
     reshards: bool = False
     data: str = ""
@@ -183,7 +185,11 @@ def in_distribution(facts: Facts) -> Iterator[str]:
 def not_saved(facts: Facts) -> Iterator[str]:
     """What a resume does not bring back."""
     if facts.saves and facts.directory and not facts.save_every:
-        yield "steps between two changes (save_every is 0): a crash goes back to the last change, or to step 0"
+        back = "goes back to the last change, or to step 0"
+        if facts.memory_every:
+            yield f"what is in memory only (save_every is 0): if all nodes go at once, the run {back}"
+        else:
+            yield f"steps between two changes (save_every is 0): a crash {back}"
     if facts.twins:
         yield (
             f"which callback is which, of several {few(facts.twins)} that were made alike: keep their order, or give "

@@ -37,6 +37,7 @@ class MemorySaves:
         self._mark = time.monotonic()
         if every and session.can_save_in_memory:
             self._cadence = Cadence(every)
+            session.examination.learn(memory_every=every)
         elif every:
             log.debug("memory_every=%s, and the nodes keep no memory checkpoints (--memory-replicas)", every)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import sys
@@ -33,12 +34,26 @@ def flags_of(tree: ast.Module) -> set[str]:
 
 def shared(without: tuple[str, ...] = ()) -> set[str]:
     """The flags that `common.parser` makes."""
+    return {action.dest for action in parser(without)._actions} - {"help"}
+
+
+def parser(without: tuple[str, ...] = ()) -> argparse.ArgumentParser:
+    """What the examples share."""
     sys.path.insert(0, str(ROOT / "examples"))
     try:
         import common  # type: ignore[import-not-found]  # of the examples' directory
     finally:
         sys.path.pop(0)
-    return {action.dest for action in common.parser("", without=without)._actions} - {"help"}
+    found: argparse.ArgumentParser = common.parser("", without=without)
+    return found
+
+
+@pytest.mark.parametrize(("given", "means"), [("auto", "auto"), ("10", 10), ("0", 0)])
+def test_memory_is_saved_to_as_the_page_says(given: str, means: object) -> None:
+    """`auto` is one of them."""
+    assert parser().parse_args([f"--memory-every={given}"]).memory_every == means
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--memory-every=often"])
 
 
 def test_every_example_is_listed() -> None:

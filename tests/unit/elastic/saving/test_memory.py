@@ -974,8 +974,13 @@ def test_a_step_that_has_no_room_in_memory_once_more_is_the_disks(tmp_path: Path
                 what = replace(content(), make_durable=make_durable)
                 return saves.save(what, writes(group.rank), **options)
 
-            session: Any = SimpleNamespace(can_save_in_memory=True, settle=saves.settle, saves=saves)
+            learned: dict[str, Any] = {}
+            learns = SimpleNamespace(learn=learned.update)
+            session: Any = SimpleNamespace(
+                can_save_in_memory=True, settle=saves.settle, saves=saves, examination=learns
+            )
             memory = MemorySaves(session, 5, save)
+            assert learned == {"memory_every": 5}
             first = memory.at(5, saved=False)
             assert saves.of(5, in_memory=True) is not None
             full[group.rank].write_bytes(bytes(1 << 20))

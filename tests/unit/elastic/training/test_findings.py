@@ -281,6 +281,11 @@ def test_what_is_not_saved() -> None:
     assert "a crash goes back to the last change" in told(facts)["not saved"]
     assert "A, B, C and 1 more: without state_dict()" in told(facts)["not saved"]
     assert "not saved" not in told(SAVES)
+    in_memory = told(replace(SAVES, save_every=0, memory_every="auto"))["not saved"]
+    assert in_memory.startswith(
+        "what is in memory only (save_every is 0): if all nodes go at once, the run goes back to"
+    )
+    assert "not saved" not in told(replace(SAVES, memory_every=10))
     assert "which callback is which, of several A" in told(replace(SAVES, twins=("A",)))["not saved"]
 
 
