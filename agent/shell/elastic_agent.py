@@ -33,12 +33,13 @@ from ..dlrover.beside import DlroverSupport
 from ..own_modules import first_path
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
-from ..script import FLAG, Script, advice, modules_of, reads, refuses_flag, tells_of_a_peer
+from ..script import FLAG, Script, modules_of, reads, refuses_flag
 from ..standby.nursery_start import StartedNursery
 from ..standby.standby_pool import StandbyPool
 from ..standby.worker_main import Assignment
 from ..storage.adoption import Origin
 from ..storage.save_dir import Adoption
+from ..workers.advice import advice, tells_of_a_peer
 from ..workers.hub import HubKnowledge
 from ..workers.torch_versions import set_local_rank
 from ..workers.watchdogs import TorchWatchdogs

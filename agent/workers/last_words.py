@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dalsegno.protos.text import one_line
 
-from ..script import tells_of_a_peer
+from .advice import tells_of_a_peer
 from .tracebacks import last_raised
 
 __all__ = ["error_message", "last_words", "without_file"]

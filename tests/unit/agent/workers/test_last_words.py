@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.script import tells_of_a_peer
+from dalsegno.agent.workers.advice import tells_of_a_peer
 from dalsegno.agent.workers.last_words import error_message, last_words
 
 
