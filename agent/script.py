@@ -28,6 +28,7 @@ __all__ = [
     "asks_for_universal",
     "asks_hub",
     "check_script",
+    "dlrover_text",
     "expects_session",
     "is_archive",
     "knows_us",
@@ -341,7 +342,27 @@ def module_file(name: str) -> Path | None:
 
 def uses_dlrover(script: Script) -> bool:
     """Whether its own text imports DLRover's client library."""
-    return any(name.partition(".")[0] == "dlrover" for name in _named_by(script.source))
+    return _has_dlrover(_named_by(script.source))
+
+
+def dlrover_text(source: Path | str | None, *, modules: bool = True) -> str:
+    """Where a script says how it uses DLRover's client library: its text; if it imports none of it, its modules', too.
+
+    Args:
+        source: The script's file, or the name of a module (`-m`).
+        modules: Its own modules count, too, where it does not import the library itself.
+
+    Returns:
+        Empty where there is no text: an archive, or a module that is not below the working directory.
+    """
+    files = _own_files(source)
+    if not modules or any(_has_dlrover(_named_in(file)) for file in files[:1]):
+        files = files[:1]
+    return "\n".join(map(text_of, files))
+
+
+def _has_dlrover(names: set[str]) -> bool:
+    return any(name.partition(".")[0] == "dlrover" for name in names)
 
 
 def asks_hub(script: Script) -> bool:
@@ -369,8 +390,7 @@ def runs_ahead(script: Script, wanted: str) -> bool:
 
 def reads(script: Script, variable: str) -> bool:
     """Whether the script's text says that it looks this up in its environment by itself."""
-    source = script.source
-    return isinstance(source, Path) and variable in text_of(source)
+    return any(variable in text_of(file) for file in _own_files(script.source)[:1])
 
 
 def modules_of(script: Path | str | None) -> tuple[str, ...]:

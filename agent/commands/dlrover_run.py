@@ -26,7 +26,7 @@ from dalsegno.protos.shortage import shortage
 
 from ..dlrover import scripts
 from ..processes.signals import SignalWatch, signals_of
-from ..script import ScriptError, check_script, main_file, text_of
+from ..script import ScriptError, check_script, dlrover_text, main_file
 from ..shell.output import Output
 from .ahead import command_line, launcher
 from .arguments import parse
@@ -74,15 +74,18 @@ def check_dlrover(options: argparse.Namespace) -> list[str]:
     Raises:
         UsageError: the script needs DLRover's master.
     """
-    if options.module or options.no_python:
+    if options.no_python:
         return []
-    source = main_file(options.training_script)
-    found = scripts.uses(text_of(source)) if source is not None else scripts.Uses()
-    if line := scripts.refusal(options.training_script, found):
+    script = options.training_script
+    source = script if options.module else main_file(script)
+    # What a module of the script's only has may serve other scripts: it is refused when it makes such a thing.
+    if line := scripts.refusal(script, scripts.uses(dlrover_text(source, modules=False))):
         raise UsageError(line)
+    text = dlrover_text(source)
+    found = scripts.uses(text)
     lines = outdated_dlrover(found)
     if options.dlrover_fixes:
-        return lines + scripts.fixed(found)
+        return lines + (scripts.fixed(found) if text else scripts.fixed_unread(script))
     return lines + scripts.warnings(found, options.min_nodes, options.max_nodes, options.node_unit)
 
 

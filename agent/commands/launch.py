@@ -30,7 +30,7 @@ from ..control.spawning import LOOPBACK, read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Event, Exit
 from ..dlrover import scripts
 from ..processes.signals import SignalWatch
-from ..script import Script, asks_for_universal, expects_session, knows_us, runs_ahead, text_of, uses_dlrover
+from ..script import Script, asks_for_universal, dlrover_text, expects_session, knows_us, runs_ahead, uses_dlrover
 from ..shell.config import AgentConfig
 from ..shell.console import RunConsole, log_torch
 from ..shell.effects import Effects
@@ -169,12 +169,6 @@ def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Scri
     return torch_config, Script(str(entrypoint), tuple(arguments))
 
 
-def _text(script: Script) -> str:
-    """Of its file; empty: it is a module, or no source that can be read."""
-    source = script.source
-    return text_of(source) if isinstance(source, Path) else ""
-
-
 def _agent_config(
     options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path, script: Script
 ) -> AgentConfig:
@@ -182,7 +176,8 @@ def _agent_config(
     # Also if the user gave the script this flag itself; it is called the same.
     settings.universal_checkpoint |= asks_for_universal(options.training_script_args)
     adopts = SAVE_DIR in macros_of(script.arguments)
-    if settings.grow_wait < 0 and not (adopts or expects_session(script) or scripts.keeps_nothing(_text(script))):
+    keeps_nothing = scripts.keeps_nothing(dlrover_text(script.source))
+    if settings.grow_wait < 0 and not (adopts or expects_session(script) or keeps_nothing):
         settings.grow_wait = GROW_SOON_SECONDS
     return AgentConfig(
         job_id=options.job_id,
@@ -241,7 +236,7 @@ def _best_rule(options: argparse.Namespace) -> BestRule | None:
 
 def _fixes(script: Script) -> str:
     """What the script asks of DLRover's trainer: "total", every world makes the same batch; "each", each its own."""
-    return "each" if scripts.uses(_text(script)).batch_of_its_own else "total"
+    return "each" if scripts.uses(dlrover_text(script.source)).batch_of_its_own else "total"
 
 
 def _connect(

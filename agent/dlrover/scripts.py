@@ -8,7 +8,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Uses", "findings", "fixed", "keeps_nothing", "outdated", "refusal", "refused_class", "uses", "warnings"]
+__all__ = [
+    "Uses",
+    "findings",
+    "fixed",
+    "fixed_unread",
+    "keeps_nothing",
+    "outdated",
+    "refusal",
+    "refused_class",
+    "uses",
+    "warnings",
+]
 
 # Classes that ask DLRover's master for what they need, and what to use instead.
 _SHARDING = "DLRover's ElasticDistributedSampler, or ElasticSampler of dalsegno.elastic, which need no master"
@@ -170,6 +181,14 @@ def fixed(found: Uses) -> list[str]:
         ]
     names = [name for name, here in (("ElasticTrainer", found.trainer), ("sampler", found.sampler)) if here]
     return [f"--dlrover-fixes: dlrover's {' and '.join(names)} with the order and plan of dalsegno"] if names else []
+
+
+def fixed_unread(script: str) -> list[str]:
+    """The same where there is no text of the script."""
+    return [
+        f"--dlrover-fixes: the text of {script} is not found here; its batches are taken to be the same in every world"
+        " (fix_total_batch_size=True)"
+    ]
 
 
 def findings(script: str, found: Uses, version: str) -> list[str]:

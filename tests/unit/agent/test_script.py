@@ -44,13 +44,17 @@ def test_who_needs_no_flag(
     assert knows_us(Script(sys.executable, ("-u", *command))) is knows
 
 
-def test_a_script_with_the_documented_line_is_told_of_universal_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [("train.py",), ("-m", "train")])
+def test_a_script_with_the_documented_line_is_told_of_universal_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
     """It is not warned that it is not told."""
-    script = tmp_path / "train.py"
+    monkeypatch.chdir(tmp_path)
+    script = Path("train.py")
     found = []
     for load_universal in ('os.environ.get("DALSEGNO_RESUME_FORM") == "universal"', "True"):
         script.write_text(f'config["checkpoint"] = {{"load_universal": {load_universal}}}\n', encoding="utf-8")
-        found.append(reads(Script(sys.executable, ("-u", str(script))), Variable.RESUME_FORM))
+        found.append(reads(Script(sys.executable, ("-u", *command)), Variable.RESUME_FORM))
     assert found == [True, False]
 
 

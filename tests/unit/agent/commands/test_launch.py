@@ -124,3 +124,28 @@ def test_a_growth_waits_for_commits_that_can_come(
     script = Script(sys.executable, ("-u", str(tmp_path / "train.py"), *own))
     config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path, script)  # type: ignore[arg-type]
     assert (config.settings.grow_wait, config.adopts) == (seconds, adopts)
+
+
+@pytest.mark.parametrize("files", [("train.py",), ("train/__main__.py",), ("train/__main__.py", "train/loop.py")])
+def test_a_module_is_read_as_a_script_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[str, ...]
+) -> None:
+    """A join threw away all of its work, and with `--dlrover-fixes` its batch was another one in smaller worlds."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / files[0]).parent.mkdir(exist_ok=True)
+    (tmp_path / files[0]).write_text("from train.loop import main")
+    (tmp_path / files[-1]).write_text(f"{DLROVER}\ntrainer = ElasticTrainer(model)\nwith trainer.step():\n    pass\n")
+    options = parse(["--job-id=job", "--dlrover-fixes", "-m", "train"], {})
+    script = Script(sys.executable, ("-u", "-m", "train"))
+    config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path, script)  # type: ignore[arg-type]
+    assert (config.settings.grow_wait, config.dlrover_fixes) == (-1.0, "each")
+
+
+def test_what_a_script_itself_says_of_dlrover_counts_alone(tmp_path: Path) -> None:
+    """A module beside it that loads its data is no reason to restart it."""
+    (tmp_path / "data.py").write_text("import json\njson.load(file)")
+    (tmp_path / "train.py").write_text(f"import data\n{DLROVER}\nElasticTrainer(model)")
+    options = parse(["--job-id=job", str(tmp_path / "train.py")], {})
+    script = Script(sys.executable, ("-u", str(tmp_path / "train.py")))
+    config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path, script)  # type: ignore[arg-type]
+    assert config.settings.grow_wait == -1.0

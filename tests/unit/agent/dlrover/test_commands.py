@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipapp
 from pathlib import Path
 
 import pytest
 
+from dalsegno.agent.commands.arguments import parse
+from dalsegno.agent.commands.dlrover_run import check_dlrover
 from dalsegno.agent.script import Script, uses_dlrover
+from dalsegno.protos.options import UsageError
 
 IMPORT = "from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer\n"
+TRAINER = (
+    "from dlrover.trainer.torch.elastic.trainer import ElasticTrainer\n"
+    "with ElasticTrainer(model).step(fix_total_batch_size=True):\n    pass\n"
+)
 SHARDS = "from dlrover.python.elastic_agent.sharding.client import ShardingClient\n"
 
 
@@ -58,3 +66,42 @@ def test_a_scripts_own_text_tells(tmp_path: Path, text: str, wanted: bool) -> No
     path = tmp_path / "train.py"
     path.write_text(text, encoding="utf-8")
     assert uses_dlrover(Script(sys.executable, ("-u", str(path)))) is wanted
+
+
+@pytest.mark.parametrize("command", [("train.py",), ("-m", "train")])
+def test_a_module_is_refused_and_warned_as_a_script_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """Nothing was said of a module."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAINER, encoding="utf-8")
+    (line,) = check_dlrover(parse(["--nnodes=1:4", *command], {}))
+    assert "different numbers of micro-batches with 3 of 4 nodes" in line
+    (line,) = check_dlrover(parse(["--nnodes=1:4", "--dlrover-fixes", *command], {}))
+    assert "all ranks make as many micro-batches" in line
+    Path("train.py").write_text(SHARDS, encoding="utf-8")
+    with pytest.raises(UsageError, match="uses ShardingClient of dlrover"):
+        check_dlrover(parse(list(command), {}))
+
+
+def test_what_a_scripts_own_module_uses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But refused only when it is made: what other scripts need may stand there, too."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import loop\n", encoding="utf-8")
+    Path("loop.py").write_text(TRAINER + SHARDS, encoding="utf-8")
+    (line,) = check_dlrover(parse(["--nnodes=1:4", "train.py"], {}))
+    assert "micro-batches" in line
+
+
+@pytest.mark.parametrize("command", [("-m", "json.tool"), ("app.pyz",)])
+def test_fixes_of_what_cannot_be_read_say_what_they_take_for_granted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """A script that wants another batch in each world would get the same one without a word."""
+    monkeypatch.chdir(tmp_path)
+    Path("app").mkdir()
+    Path("app", "__main__.py").write_text(TRAINER, encoding="utf-8")
+    zipapp.create_archive("app", "app.pyz")
+    (line,) = check_dlrover(parse(["--dlrover-fixes", *command], {}))
+    assert "its batches are taken to be the same in every world" in line
+    assert check_dlrover(parse(list(command), {})) == []
