@@ -63,6 +63,14 @@ _OPERATORS = (
     ", as DLRover's operator has it for a master of DLRover's: unset it, or give --rdzv-backend=c10d"
     " --rdzv-endpoint=HOST:PORT of the node that is to host ours"
 )
+# What later versions of torch have added to their configuration, and the flag's name that each is for.
+_LATER_FIELDS = {
+    "event_log_handler": "event_log_handler",
+    "numa_options": "numa_binding",
+    "duplicate_stdout_filters": "duplicate_stdout_filters",
+    "duplicate_stderr_filters": "duplicate_stderr_filters",
+    "virtual_local_rank": "virtual_local_rank",
+}
 
 
 def launch(options: argparse.Namespace, beginning: Beginning, watch: SignalWatch, console: RunConsole) -> int:
@@ -160,6 +168,7 @@ def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Scri
         torch_config, entrypoint, arguments = torchrun.config_from_args(merged)
     except (ValueError, AssertionError, ImportError) as error:
         raise UsageError(str(error)) from error
+    _check_later_flags(options, torch_config)
     try:
         # Torch itself looks it up only when the agent ends.
         get_logging_handler(options.event_log_handler)
@@ -167,6 +176,17 @@ def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Scri
         why = f"torch has no handler {options.event_log_handler!r}, but console and null"
         raise UsageError(f"argument --event-log-handler: {why}") from error
     return torch_config, Script(str(entrypoint), tuple(arguments))
+
+
+def _check_later_flags(options: argparse.Namespace, torch_config: Any) -> None:
+    """Torch's own parser does not see what ours has taken, and would refuse what its version does not know.
+
+    Raises:
+        UsageError: such a flag is given.
+    """
+    for field, flag in _LATER_FIELDS.items():
+        if getattr(options, flag) not in (None, False, [], "null") and not hasattr(torch_config, field):
+            raise UsageError(f"argument --{flag.replace('_', '-')}: torch {torch.__version__} does not have it")
 
 
 def _agent_config(
@@ -370,6 +390,5 @@ def _run(
 
 def _later_fields(torch_config: Any) -> dict[str, Any]:
     """Fields of WorkerSpec that later versions of torch have added."""
-    names = ("event_log_handler", "numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters")
-    wanted = (*names, "virtual_local_rank")
-    return known(WorkerSpec, **{name: getattr(torch_config, name) for name in wanted if hasattr(torch_config, name)})
+    fields = {name: getattr(torch_config, name) for name in _LATER_FIELDS if hasattr(torch_config, name)}
+    return known(WorkerSpec, **fields)

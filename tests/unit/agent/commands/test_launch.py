@@ -46,6 +46,30 @@ def test_an_event_handler_that_torch_does_not_have(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize(
+    "flag",
+    [
+        "--virtual-local-rank",
+        "--numa-binding=node",
+        "--duplicate-stdout-filters=loss",
+        "--duplicate-stderr-filters=loss",
+        "--event-log-handler=console",
+    ],
+)
+def test_a_flag_that_the_installed_torch_does_not_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    """An older one took it and did nothing; torch's own parser ends there."""
+
+    def older(*_: object) -> tuple[SimpleNamespace, str, list[str]]:
+        return SimpleNamespace(nproc_per_node=1), "python", []
+
+    monkeypatch.setattr("torch.distributed.run.config_from_args", older)
+    launch._torch_config(parse(["--job-id=job", "train.py"], {}), tmp_path)
+    with pytest.raises(UsageError, match=rf"^argument {flag.partition('=')[0]}: torch \S+ does not have it$"):
+        launch._torch_config(parse(["--job-id=job", flag, "train.py"], {}), tmp_path)
+
+
+@pytest.mark.parametrize(
     ("flags", "hinted"),
     [
         (("--rdzv-endpoint=h:1",), True),
