@@ -37,6 +37,7 @@ from ..shell.effects import Effects
 from ..shell.elastic_agent import ElasticAgent
 from ..shell.mailbox import Mailbox
 from ..shell.rendezvous import NamedRendezvous
+from ..shell.torch_record import recorded
 from ..storage.best_save import BestRule
 from ..storage.complaint import of_another
 from ..storage.job_directory import JobDirectory
@@ -379,7 +380,8 @@ def _run(
         raise UsageError(str(error)) from error
     beginning.where.now = agent.where
     try:
-        agent.run()
+        with recorded(agent):
+            agent.run()
     except (OSError, RuntimeError, MemoryError) as error:
         if not (why := shortage(error)):
             raise

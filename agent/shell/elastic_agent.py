@@ -55,6 +55,7 @@ from .own_events import Exited, Placed
 from .slow import said_while_slow
 from .stopping import Stopping
 from .telling import Teller
+from .torch_record import TorchRecord
 
 __all__ = ["ElasticAgent"]
 
@@ -101,7 +102,7 @@ class ElasticAgent(LocalElasticAgent):
         self._ending: ev.Exit | None = None
         self._context: WorkersContext | None = None
         self._place: WorldPlace | None = None
-        self._use_flag = config.script_flag
+        self._use_flag, self._record = config.script_flag, TorchRecord()
         self._starts, self._hub = 0, HubKnowledge(script, effects.say, directory=effects.storage.directory.private)
         self._advised, self._prepared_for = set[str](), 0  # the epoch whose successors the standby workers are
         self._link, self._watchdogs = WorkerLink(self._worker_said), TorchWatchdogs()
@@ -175,12 +176,7 @@ class ElasticAgent(LocalElasticAgent):
                 timeout_seconds = None if wake is None else max(0.0, wake - time.monotonic())
                 event = self._mailbox.get(timeout_seconds)
                 self._handle(ev.Tick() if event is None else event)
-        failed = self._ending.code not in (ev.EXIT_FINISHED, ev.EXIT_LEFT)
-        workers = self._worker_group.workers
-        return RunResult(
-            state=WorkerState.FAILED if failed else WorkerState.SUCCEEDED,
-            return_values={} if failed else {worker.global_rank: None for worker in workers},
-        )
+        return self._record.result(self._ending.code, self._worker_group)
 
     def _handle(self, event: ev.Event) -> None:
         if isinstance(event, Placed) and event.damage is not None:
@@ -195,6 +191,8 @@ class ElasticAgent(LocalElasticAgent):
             self._advised.add(help)
             self._handle(ev.Remark(help))
         before = self._state
+        if isinstance(event, Exited) and before.workers is handling.Workers.RUNNING:
+            self._record.exited(event, self._context)
         self._state, actions = handling.handle(before, event, time.monotonic())
         for what in told(before, event, self._state, actions):
             self._teller.tell(what)
@@ -313,6 +311,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _enter(self, world: control_pb2.World, place: WorldPlace) -> None:
         """Fills in torch's worker group as its rendezvous would; the master's message already has every rank."""
+        self._record.begin()
         group: Any = self._worker_group
         group.group_rank, group.group_world_size = place.group_rank, place.nodes
         group.master_addr, group.master_port = world.store_host, world.store_port
@@ -386,6 +385,7 @@ class ElasticAgent(LocalElasticAgent):
         self._teller.tell({"event": "started", "epoch": world.epoch, "pids": list(pids.values())})
         for worker in worker_group.workers:
             worker.id = pids[worker.local_rank]
+        self._record.started(self)
         return dict(pids)
 
     def _memory_directory(self, run_id: str) -> Path | None:

@@ -193,3 +193,27 @@ def test_a_job_that_fails_for_good_has_its_best_on_the_disk(shell: Shell, tmp_pa
     assert again.code == 0, again.text
     assert "resumed at step 5" in again.text
     assert json.loads((run / "best.json").read_text(encoding="utf-8"))["name"] == best
+
+
+RAISES = """
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    raise RuntimeError("out of luck")
+main()
+"""
+
+
+def test_a_scheduler_finds_why_the_job_failed(shell: Shell, tmp_path: Path) -> None:
+    """Where it has told its launcher to leave that, as torchrun does; and torch's events are told to who wants them."""
+    script, reply = tmp_path / "script.py", tmp_path / "reply.json"
+    script.write_text(RAISES, encoding="utf-8")
+    flags = f"--checkpoint-dir={tmp_path / 'c'}", f"--log-dir={tmp_path / 'logs'}", "--max-restarts=0"
+    done = shell.run(*flags, "--event-log-handler=console", str(script), TORCHELASTIC_ERROR_FILE=str(reply))
+    assert done.code == FAILED
+    (own,) = (tmp_path / "logs").rglob("error.json")
+    told, found = (json.loads(path.read_text(encoding="utf-8"))["message"] for path in (reply, own))
+    assert told == {**found, "errorCode": 1}
+    assert "out of luck" in told["message"]
+    states = re.findall(r'"name": "torchelastic\.worker\.status\.(\w+)"', done.text)
+    assert states == ["START", "FAILED", "SUCCEEDED"]

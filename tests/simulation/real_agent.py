@@ -74,6 +74,7 @@ class Shell(ElasticAgent):
         self._pool = None
         self._starts = self._prepared_for = 0
         self._ending = None
+        self._record: Any = _Nothing()
         self._context: Any = None
         self._state = agent.fresh_state()
         self._link: Any = _Link(agent)
