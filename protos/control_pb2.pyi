@@ -1552,6 +1552,7 @@ class ProgressRequest(google.protobuf.message.Message):
     SAVES_NOTHING_FIELD_NUMBER: builtins.int
     STARTED_SECONDS_FIELD_NUMBER: builtins.int
     LOADED_SECONDS_FIELD_NUMBER: builtins.int
+    SAVE_PROBLEM_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The highest step that a rank of this node has finished in the caller's epoch."""
     loss: builtins.float
@@ -1590,6 +1591,10 @@ class ProgressRequest(google.protobuf.message.Message):
     one when they had loaded what they needed; 0: not yet, or not known.
     """
     loaded_seconds: builtins.float
+    save_problem: builtins.str
+    """Why a rank of this node, which the text names, cannot write its part of the save under way, while it waits for the
+    others; empty: none says so.
+    """
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1611,9 +1616,10 @@ class ProgressRequest(google.protobuf.message.Message):
         saves_nothing: builtins.bool = ...,
         started_seconds: builtins.float = ...,
         loaded_seconds: builtins.float = ...,
+        save_problem: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_flash_step", b"_flash_step", "caller", b"caller", "flash_step", b"flash_step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_flash_step", b"_flash_step", "beats", b"beats", "caller", b"caller", "cold", b"cold", "draining", b"draining", "expects_session", b"expects_session", "flash_step", b"flash_step", "has_session", b"has_session", "loaded_seconds", b"loaded_seconds", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "saves_nothing", b"saves_nothing", "started_seconds", b"started_seconds", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_flash_step", b"_flash_step", "beats", b"beats", "caller", b"caller", "cold", b"cold", "draining", b"draining", "expects_session", b"expects_session", "flash_step", b"flash_step", "has_session", b"has_session", "loaded_seconds", b"loaded_seconds", "longest", b"longest", "loss", b"loss", "save_problem", b"save_problem", "saved_bytes", b"saved_bytes", "saves_nothing", b"saves_nothing", "started_seconds", b"started_seconds", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_flash_step", b"_flash_step"]) -> typing.Literal["flash_step"] | None: ...
 
 global___ProgressRequest = ProgressRequest

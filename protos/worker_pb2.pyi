@@ -197,6 +197,7 @@ class Saving(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     WRITTEN_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
     name: builtins.str
     bytes: builtins.int
     """Bytes written, synced or checksummed by this rank. The number only grows while the name is the same."""
@@ -204,14 +205,17 @@ class Saving(google.protobuf.message.Message):
     """Bytes of the checkpoint's files so far, as this rank sees them, at least 1; 0: this rank's part of the save is
     over.
     """
+    problem: builtins.str
+    """Why this rank cannot write its part, while it waits for the others; empty: nothing is known to be wrong."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         bytes: builtins.int = ...,
         written: builtins.int = ...,
+        problem: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "name", b"name", "written", b"written"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "name", b"name", "problem", b"problem", "written", b"written"]) -> None: ...
 
 global___Saving = Saving
 

@@ -122,6 +122,7 @@ class Decision:
     def report_progress(self) -> None:
         """Reports what this node's ranks have done so far; only the newest report matters."""
         state = self.state
+        problems = [f"{why} (rank {rank})" for rank, why in sorted(state.epoch.saving.problems.items()) if why]
         self.call(
             "ReportProgress",
             control_pb2.ProgressRequest(
@@ -140,6 +141,7 @@ class Decision:
                 cold=not state.epoch.warm,
                 started_seconds=state.epoch.start.session_seconds,
                 loaded_seconds=state.epoch.start.loaded_seconds,
+                save_problem=problems[0] if problems else "",
                 flash_step=state.epoch.flash_part.step if state.epoch.flash_part is not None else None,
             ),
         )

@@ -136,7 +136,7 @@ def progress(decision: Decision, rank: int, progress: worker_pb2.Progress) -> No
     epoch = decision.state.epoch
     if progress.step > epoch.step:
         # Before the first step nothing is saved, and a boundary that lies behind the ranks is not the end.
-        epoch.agreed, epoch.saving = False, replace(epoch.saving, written_bytes={})
+        epoch.agreed, epoch.saving = False, SaveInFlight(epoch.saving.name, epoch.saving.parts)
     if rank in epoch.refusals:
         # The script went on, so the refusal was not what it ends with.
         epoch.refusals = {other: why for other, why in epoch.refusals.items() if other != rank}
@@ -194,7 +194,8 @@ def saving(decision: Decision, rank: int, saving: worker_pb2.Saving) -> None:
         # A script can report any number; the report to the master has 64 bits.
         epoch.saved_bytes = min(epoch.saved_bytes + saving.bytes - known, MOST)
         parts = {**parts, rank: saving.bytes}
-    epoch.saving = SaveInFlight(saving.name, parts, written_bytes)
+    problems = {**epoch.saving.problems, rank: saving.problem}
+    epoch.saving = SaveInFlight(saving.name, parts, written_bytes, problems)
     decision.report_progress()
 
 

@@ -241,8 +241,7 @@ class NodeMemory:
 class FlashPart:
     """What the workers left on this node of a Flash Checkpoint whose other parts are on other nodes."""
 
-    # 0: nothing.
-    step: int
+    step: int  # 0: nothing
     # Until when the master's word, and then the disk, is waited for.
     deadline: float
     saving: bool = False
@@ -254,10 +253,11 @@ class SaveInFlight:
     """How far the ranks have come with a save; made anew when it ends, even for the next one of the same name."""
 
     name: str = ""
-    # Bytes of each rank's part of it.
+    # By rank: bytes of its part; bytes in the save's files, as it sees them (0, or no entry: there are none); why it
+    # cannot write its part, while it waits for the others.
     parts: Mapping[int, int] = field(default_factory=dict)
-    # Bytes in its files, as each rank sees them; 0, or no entry: there is none.
     written_bytes: Mapping[int, int] = field(default_factory=dict)
+    problems: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

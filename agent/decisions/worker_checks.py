@@ -40,6 +40,7 @@ def checked(message: worker_pb2.ToAgent, rank: int, *, seals: bool = False) -> w
             _name(message.saving.name)
             _bounded(message.saving.bytes, "bytes")
             _bounded(message.saving.written, "written")
+            message.saving.problem = one_line(message.saving.problem)
         case "sealed":
             if rank != 0 and not seals and not message.sealed.in_memory:
                 raise ValueError(f"rank {rank} says that it sealed a checkpoint, which rank 0 does")

@@ -46,11 +46,13 @@ class SavingReports:
     """Tells the agent from time to time how far a part of a save has come, which tells a slow save from a stuck one.
 
     ``measure`` returns bytes that never decrease from one part to the next. ``path`` is the directory whose size this
-    rank reports as the checkpoint's size so far.
+    rank reports as the checkpoint's size so far. ``problem`` says why it cannot write its own part.
     """
 
-    def __init__(self, link: Link | None, name: str, measure: Callable[[], int], path: Path | None = None) -> None:
-        self._link, self._name, self._measure, self._path = link, name, measure, path
+    def __init__(
+        self, link: Link | None, name: str, measure: Callable[[], int], path: Path | None = None, problem: str = ""
+    ) -> None:
+        self._link, self._name, self._measure, self._path, self._problem = link, name, measure, path, problem
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -84,7 +86,8 @@ class SavingReports:
         return 1 if self._path is None else max(1, bytes_below(self._path))
 
     def _send(self, link: Link, written: int) -> None:
-        saving = worker_pb2.Saving(name=self._name, bytes=self._measure(), written=written)
+        problem = self._problem if written else ""  # at its end nobody waits any more
+        saving = worker_pb2.Saving(name=self._name, bytes=self._measure(), written=written, problem=problem)
         link.send(worker_pb2.ToAgent(saving=saving), droppable=True)
 
 

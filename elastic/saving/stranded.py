@@ -60,7 +60,8 @@ def unless_stranded(
     stranded = Stranded(identity.rank, own, said["text"], patience, size, identity.stall_timeout)
     # The master's patience is that with a save for as long as this waits, not that with a step.
     try:
-        with SavingReports(link if own.name else None, own.name, size), collective.unless(stranded.look):
+        told = link if own.name else None
+        with SavingReports(told, own.name, size, problem=said["text"]), collective.unless(stranded.look):
             yield
     except PeerLost as lost:
         if link is not None and link.ending:

@@ -214,7 +214,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     if message.beats > epoch.beats.get(node.name, 0):
         epoch.beats[node.name] = message.beats
         epoch.moved = turn.heard
-    epoch.written_bytes[node.name] = message.written_bytes
+    epoch.written_bytes[node.name], epoch.save_problems[node.name] = message.written_bytes, message.save_problem
     saves.note_written(turn)
     if message.draining and not epoch.stopping:
         epoch.stopping = news = True

@@ -74,6 +74,8 @@ class EpochLife:
     beats: dict[str, int] = field(default_factory=dict)
     # Bytes in the files of a save under way, as each node sees it; 0: none is under way.
     written_bytes: dict[str, int] = field(default_factory=dict)
+    # Why a rank of each node cannot write its part of it; empty, or no entry: none says so.
+    save_problems: dict[str, str] = field(default_factory=dict)
     # By incarnation: the step that its workers left in memory of Flash Checkpoint, once they are gone.
     flash: dict[str, int] = field(default_factory=dict)
     # Nodes whose ranks have no step left to make: what the script still does makes no steps.

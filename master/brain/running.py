@@ -248,7 +248,7 @@ def stalled(turn: Turn) -> bool:
     if not turn.overdue(epoch.moved + limit):
         return False
     what = "the training ended, but not all ranks finished" if ended else "no rank made a step"
-    text = f"{what} for {limit:.0f} s (--stall-timeout)"
+    text = f"{what} for {limit:.0f} s (--stall-timeout){saves.problem(turn)}"
     turn.notice(text, True, Kind.FAILED, step=epoch.top_step)
     turn.cause("stalled")
     budget = job.run.budget
@@ -370,7 +370,7 @@ def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
     if limit <= 0 or not turn.overdue(epoch.moved + limit):
         return False
     if drain.optional and not drained and not saves.is_committed(turn):
-        withdraw(turn, f"its save stood still for {limit:.0f} s (--stall-timeout)")
+        withdraw(turn, f"its save stood still for {limit:.0f} s (--stall-timeout){saves.problem(turn)}")
         # Otherwise each of these saves would be followed by the next one.
         turn.live.grow_hold_until = max(turn.live.grow_hold_until, turn.now + limit)
     else:

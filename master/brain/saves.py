@@ -73,6 +73,12 @@ def last_failing(turn: Turn) -> str:
     return f"the save of step {epoch.failed_step}, the last one, which is tried again ({epoch.tried_again})"
 
 
+def problem(turn: Turn) -> str:
+    """Why a rank cannot write its part of the save under way, for the end of a line; empty if none says so."""
+    found = [text for _, text in sorted(turn.open.save_problems.items()) if text]
+    return f"; a rank's part of a save failed: {found[0]}" if found else ""
+
+
 def note_written(turn: Turn) -> None:
     """Notes the bytes written. A checkpoint is one directory, so each node sees what all nodes have written.
 

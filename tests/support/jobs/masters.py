@@ -202,7 +202,7 @@ class Node:
         """The agent ends."""
         return self.job.call(control_pb2.LeaveRequest(caller=self.caller(), gone=True))
 
-    def step(self, step: int, epoch: int | None = None, **said: int) -> Reply:
+    def step(self, step: int, epoch: int | None = None, **said: int | str) -> Reply:
         """`said`: of the report's other fields."""
         report = control_pb2.ProgressRequest(caller=self.caller(epoch, 0), step=step, has_session=True, longest=0.5)
         report.MergeFrom(control_pb2.ProgressRequest(**said))  # type: ignore[arg-type]

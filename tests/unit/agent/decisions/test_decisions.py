@@ -740,6 +740,22 @@ def test_a_save_that_goes_on_is_told_with_what_it_has_written() -> None:
     assert agent.calls("ReportProgress")[-1].written_bytes == 0
 
 
+def test_why_a_rank_cannot_save_its_part_is_told_while_it_waits() -> None:
+    """The master, which ends the world for it, says why."""
+    agent = Agent(nproc=2).registered().running()
+
+    def told(rank: int, problem: str, written: int = 1) -> str:
+        saving = worker_pb2.Saving(name="step-4.e1.1", written=written, problem=problem)
+        agent.said(rank=rank, saving=saving)
+        return str(agent.calls("ReportProgress")[-1].save_problem)
+
+    assert [told(0, ""), told(1, "it is full"), told(0, "")] == ["", "it is full (rank 1)", "it is full (rank 1)"]
+    assert told(1, "", 0) == ""
+    assert told(1, "it is full") == "it is full (rank 1)"
+    agent.said(progress=worker_pb2.Progress(step=5))
+    assert agent.calls("ReportProgress")[-1].save_problem == ""
+
+
 def test_a_commit_says_how_long_the_save_took() -> None:
     """The master compares it with a notice."""
     agent = Agent().registered().running()

@@ -78,6 +78,8 @@ def test_texts_become_one_line() -> None:
     assert one_line("x" * 10**6) == "x" * 999 + "…"
     failed = worker_pb2.ToAgent(save_failed=worker_pb2.SaveFailed(name=NAME, reason="a\nb"))
     assert checked(failed, 1).save_failed.reason == "a b"
+    saving = worker_pb2.ToAgent(saving=worker_pb2.Saving(name=NAME, problem="a\nb"))
+    assert checked(saving, 1).saving.problem == "a b"
     bad = worker_pb2.BadCheckpoint(name=NAME, digest=DIGEST, file="f\n", message="m\x07")
     cleaned = checked(worker_pb2.ToAgent(bad_checkpoint=bad), 1).bad_checkpoint
     assert (cleaned.file, cleaned.message) == ("f", "m\ufffd")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +143,14 @@ def test_with_several_nodes_the_master_ends_it(
     assert "OSError: the disk is full" in said
     assert f"a barrier, {ends}; mend" in said
     assert codes == []
+
+
+def test_the_master_hears_why(tmp_path: Path) -> None:
+    """Its line stands on all nodes; and it forgets that once nobody waits any more."""
+    told = []
+    link = SimpleNamespace(send=lambda message, *, droppable: told.append(message.saving.problem))
+    waiting(tmp_path, FULL, nodes=2, link=link)
+    assert (told[0], told[-1]) == ("OSError: the disk is full", "")
 
 
 def test_several_nodes_without_an_agent_end_as_one(tmp_path: Path, clock: Clock, codes: list[int]) -> None:

@@ -228,6 +228,23 @@ def test_a_slow_save_between_drains_is_no_stall() -> None:
     assert patient.phase is not Phase.RUNNING
 
 
+def test_a_stall_beside_a_failed_part_says_why_it_failed() -> None:
+    """Other nodes' ranks stand in a barrier: on their consoles nothing else told that a disk was full."""
+    full = "OSError: the disk is full (rank 1)"
+    for cured in (False, True):
+        job = Driven(settings(stall_timeout=600.0))
+        a, b = job.start(2)
+        a.step(1, written_bytes=1)
+        b.step(1, written_bytes=1, save_problem=full)
+        if cured:
+            b.step(1, written_bytes=1)
+        job.wait(620)
+        assert job.phase is not Phase.RUNNING
+        said = "no rank made a step for 600 s (--stall-timeout)"
+        assert said in job.notices
+        assert (f"{said}; a rank's part of a save failed: {full}" in job.notices) is not cured
+
+
 # ---- leaving --------------------------------------------------------------------------------------------------------
 
 
