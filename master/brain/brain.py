@@ -27,7 +27,7 @@ from .presences import Presence, Presences
 from .recollection import lose_ahead
 from .shown import status
 from .state import Job, Phase, Settings
-from .turn import CLOSED_GRACE_SECONDS, Turn
+from .turn import CLOSED_GRACE_SECONDS, Turn, heartbeat_of
 from .views import view
 
 __all__ = ("Reply", "fresh", "handle", "handle_all", "held_up", "note", "recover", "status", "view")
@@ -78,6 +78,9 @@ def recover(
         live.run.growth_done_at = now
     if job.phase.has_workers or job.phase is Phase.FORMING:
         live.pause = Pause(now, costs_more=True)
+    if len(job.nodes):
+        # While none of those on the record is heard this master may be the one that is away, as after any word.
+        live.clock.word(now, job.settings.node_timeout, heartbeat_of(job))
     state = State(job, live)
     fit(state, now)
     gone = [node for node in job.nodes.values() if node.process is not None and is_gone(node.process)]

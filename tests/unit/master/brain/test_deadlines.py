@@ -63,6 +63,43 @@ def test_silence_that_begins_between_two_nodes_heartbeats_is_nobodys_death() -> 
     assert b.is_known
 
 
+@pytest.mark.parametrize("away", [20.0, 300.0])
+def test_a_new_master_that_nobody_can_reach_declares_nobody_dead(away: float) -> None:
+    """For longer than a node-timeout, as its network is away: the first word of one is not the death of the others."""
+    job = Driven(settings(node_timeout=15.0))
+    nodes = job.start(3)
+    nodes[0].step(1)
+    job.restart()
+    job.silent |= {node.incarnation for node in nodes}
+    job.wait(away)
+    nodes[0].beat()
+    job.wait(0.5)
+    for node in nodes[1:]:
+        node.beat()
+    job.silent.clear()
+    job.wait(20)
+    assert all(node.is_known for node in nodes)
+    assert job.phase is Phase.RUNNING
+    assert job.epoch == 1
+
+
+def test_who_died_while_a_new_master_could_not_be_reached_is_found_all_the_same() -> None:
+    """Within a node-timeout and the time that others have to come back."""
+    job = Driven(settings(node_timeout=15.0))
+    nodes = job.start(3)
+    nodes[0].step(1)
+    job.restart()
+    job.silent |= {node.incarnation for node in nodes}
+    job.wait(40)
+    job.silent -= {node.incarnation for node in nodes[:2]}
+    job.wait(5)
+    assert nodes[2].is_known
+    job.wait(15)
+    assert not nodes[2].is_known
+    assert nodes[0].is_known
+    assert nodes[1].is_known
+
+
 def test_a_node_timeout_shorter_than_a_lost_heartbeat_takes_is_refused_at_the_door() -> None:
     """In one line that names the flag; agents know the same limit from their own command line."""
     job = Driven()
