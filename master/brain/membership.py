@@ -321,13 +321,13 @@ def expected(turn: Turn) -> list[Node]:
 
 
 def eligible(turn: Turn, *, any_parts: bool = False) -> list[Node]:
-    """Nodes that have joined and can take part; held ones only if fewer than `min` would remain."""
+    """Nodes that have joined and can take part; held ones only if a world of the others would be too small."""
     nodes = [n for n in turn.job.nodes.values() if has_answered(turn, n, any_parts=any_parts) and sees_resume(turn, n)]
     nodes = [n for n in nodes if is_candidate(turn, n)]
     free = [n for n in nodes if not turn.is_held(n)]
-    if len(free) < turn.job.settings.min_nodes:
+    if len(free) < turn.job.settings.least_nodes:
         held = in_rank_order(turn.job, [n for n in nodes if turn.is_held(n)])
-        free += held[: turn.job.settings.min_nodes - len(free)]
+        free += held[: turn.job.settings.least_nodes - len(free)]
     return in_rank_order(turn.job, free)
 
 

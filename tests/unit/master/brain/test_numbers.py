@@ -221,6 +221,27 @@ def test_what_is_missing_names_the_unit() -> None:
     assert "3 here, at least 4 in a multiple of 2 (--node-unit) needed" in node.directive.gather.missing
 
 
+def test_a_held_node_is_taken_in_where_the_unit_needs_it() -> None:
+    """One is enough for MIN, and no world has fewer than two: a spare for now is better than none."""
+    job = Driven(settings(min_nodes=1, max_nodes=4, node_unit=2))
+    nodes = [job.node(), job.node(node="flaky")]
+    for node in nodes:
+        node.join()
+    job.wait(1.1)
+    for step in range(1, 6, 2):
+        nodes[0].step(step)
+        nodes[0].save(step, any_size=True)
+        nodes[1].hang_up()
+        job.wait(2)
+        nodes[1] = job.node(node="flaky")
+        for node in nodes:
+            node.join()
+        job.wait(2)
+    assert "flaky was lost 3 times" in job.notices
+    assert job.state.live.held_until
+    assert (job.phase, job.members) == (Phase.RUNNING, [node.name for node in nodes])
+
+
 @pytest.mark.parametrize("name", ["", "flaky"])
 def test_a_newcomer_that_crashes_again_and_again_does_not_hold_the_start_up(name: str) -> None:
     """It registers, opens its stream and dies, several times a second, before the first world."""
