@@ -207,8 +207,8 @@ class HeldStep:
     holders: dict[int, dict[str, None]] = field(default_factory=dict)
     # The same by node.
     by_node: dict[str, frozenset[int]] = field(default_factory=dict)
-    # A node could not load it; a second time it is given up.
-    doubted: bool = False
+    # Incarnations of the nodes that could not load it; what one of them cannot load again is given up.
+    doubted: set[str] = field(default_factory=set)
     # Since when a part of it has had no holder, by the listening clock, if it is the resume point.
     missing_since: float | None = None
     # It is so for good, as far as all nodes can say, while a world trains: nothing waits for it. People know.

@@ -58,6 +58,8 @@ LOOK_WITHIN_SECONDS = 30.0
 GATHERED_WITHIN_SECONDS = 600.0
 # So long it counts whether most nodes are still at it (seconds).
 MOST_AT_IT_SECONDS = 0.25
+# So many nodes may find that their copy of a step cannot be loaded; more are no accident.
+MOST_DOUBTS = 4
 # Why a step does not count any more.
 GONE = "the nodes that held a part of it are gone"
 # Steps of one epoch that are remembered: nodes hold two or three, and not all the same ones.
@@ -442,13 +444,14 @@ def lost(turn: Turn, resume: Checkpoint | None) -> bool:
 def doubt(turn: Turn, record: Checkpoint, node: Node, why: str) -> None:
     """A node could not load a step in memory: what it holds does not count until it has looked at that.
 
-    Others may have good copies. A step that cannot be loaded again is given up.
+    Others may have good copies, of what several nodes find damaged, too. What a node cannot load again is given up.
     """
     step = turn.live.held.step(record)
-    if step.doubted:
+    if node.incarnation in step.doubted or len(step.doubted) >= MOST_DOUBTS:
         give_up(turn, record, f"{node.name} cannot load it ({why})")
         return
-    step.doubted = step.needs_all = True
+    step.doubted.add(node.incarnation)
+    step.needs_all = True
     step.hold(node.incarnation, ())
     turn.notice(f"{node.name} cannot load {record.name} from its memory ({why}): other copies of it are tried", True)
 

@@ -11,7 +11,7 @@ from dalsegno.agent.commands.status import status_lines
 from dalsegno.master.brain import brain, shown
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
 from dalsegno.master.brain.events import Called
-from dalsegno.master.brain.memory import LOOK_WITHIN_SECONDS, LOST_AFTER_SECONDS, to_memory
+from dalsegno.master.brain.memory import LOOK_WITHIN_SECONDS, LOST_AFTER_SECONDS, MOST_DOUBTS, to_memory
 from dalsegno.master.brain.state import Phase
 from dalsegno.master.brain.views import Common
 from dalsegno.protos import control_pb2 as pb
@@ -1235,6 +1235,61 @@ def test_a_step_that_cannot_be_loaded_is_given_up() -> None:
     job.wait(1)
     assert nodes[0].directive.run.resume.source.ref.name == durable.ref.name
     assert "cannot load it" in job.notices
+
+
+def began_everywhere(count: int) -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """A world that goes on from step 20, all of which is in the memory of each node; a commit of step 10 is there."""
+    job, nodes = started(count, max_nodes=8)
+    nodes[0].save(10, any_size=True)
+    made = held(job, nodes, 20)
+    nodes[1].failed()
+    job.wait(0.1)
+    for node in nodes:
+        node.holds(made, *range(count))
+    joins(job, *nodes, sees=made)
+    assert job.phase is Phase.RUNNING
+    return job, nodes, made
+
+
+def finds_damage(job: Driven, nodes: list[Node], made: pb.Checkpoint, node: Node) -> None:
+    """One part is damaged at this node; then all have all parts again, and a world begins."""
+    node.bad(made.ref)
+    node.holds(made, 0)
+    for one in nodes:
+        one.holds(made, *range(len(nodes)))
+    joins(job, *nodes, sees=made)
+    job.wait(1)
+    assert job.phase is Phase.RUNNING
+
+
+def test_damage_at_two_nodes_is_no_reason_to_give_up_what_a_third_holds() -> None:
+    """One finds it in one world, the other in the next."""
+    job, nodes, made = began_everywhere(3)
+    for node in nodes[1:]:
+        finds_damage(job, nodes, made, node)
+        assert nodes[0].directive.run.resume.source.ref.name == made.ref.name
+    assert "going back" not in job.notices
+
+
+def test_what_node_after_node_cannot_load_is_given_up() -> None:
+    """However many there are: so many damaged copies are no accident."""
+    job, nodes, made = began_everywhere(8)
+    for node in nodes[:MOST_DOUBTS]:
+        finds_damage(job, nodes, made, node)
+    nodes[7].bad(made.ref)
+    assert f"{made.ref.name} was in memory only, and {nodes[7].name} cannot load it" in job.notices
+
+
+def test_two_nodes_that_find_damage_at_once_are_heard_out() -> None:
+    """Each has a part of which the other's copy is damaged."""
+    job, nodes, made = began_everywhere(2)
+    for node in nodes:
+        node.bad(made.ref)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+    joins(job, *nodes, sees=made)
+    job.wait(1)
+    assert nodes[0].directive.run.resume.source.ref.name == made.ref.name
 
 
 def test_a_pair_that_is_lost_at_once_is_named() -> None:
