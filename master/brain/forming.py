@@ -67,7 +67,7 @@ def forming(turn: Turn) -> bool:
     ready = eligible(turn)
     waited_for = [node for node in gathering if not has_answered(turn, node)]
     # Behind `expected`, which tells who has not joined in time.
-    if adopt_from_strangers(turn) or sight.look(turn) or memory.lost(turn, resume_point(job)):
+    if adopt_from_strangers(turn) or sight.look(turn) or sight.lost(turn, resume_point(job)):
         return True
     conversion.tend_verification(turn)
     if job.verification is not None and job.verification.verifier:
@@ -360,6 +360,9 @@ def missing(state: State) -> str:
         text += f"; {names(blind)} cannot see {resume.name}"
     if strangers:
         text += f"; {names(strangers)} cannot see the checkpoint directory"
+    step = state.live.held.steps.get(resume.digest) if resume is not None and resume.parts else None
+    if resume is not None and step is not None and step.missing_since is not None:
+        text += f"; a part of {resume.name}, which is in memory only, is with nobody who is here"
     if refused := [node for node in job.nodes.values() if node.refused]:
         text += f"; {names(node.name for node in refused)} cannot take part ({refused[0].refused})"
     return text

@@ -50,6 +50,8 @@ class Gathering:
     lost: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # Since when only the quiet time delays the opening.
     complete_at: float | None = None
+    # At the last look for what is in memory fewer nodes were here than a world needs.
+    too_few: bool = False
     # Since when nobody has seen the resume point.
     unseen: float | None = None
     # Until when agents that remember a lost store are heard out.

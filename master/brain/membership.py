@@ -16,6 +16,7 @@ from .turn import Turn, about, heartbeat_of, names
 __all__ = (
     "agree_on_directory",
     "answers",
+    "are_enough",
     "counts",
     "drop",
     "eligible",
@@ -268,6 +269,11 @@ def is_candidate(turn: Turn, node: Node) -> bool:
         and (resume is None or node.unreadable != resume.digest)
         and turn.is_fresh(node)
     )
+
+
+def are_enough(turn: Turn) -> bool:
+    """Whether as many nodes are here as a world needs at least, joined or not."""
+    return sum(is_candidate(turn, node) for node in turn.job.nodes.values()) >= turn.job.settings.least_nodes
 
 
 def answers(turn: Turn, node: Node, *, any_parts: bool = False) -> bool:

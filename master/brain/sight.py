@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from . import conversion, durable, unfetched
+from . import conversion, durable, memory, unfetched
 from .checkpoints import resume_point, retire
 from .holders import is_there
-from .membership import answers, expected, has_answered, is_candidate, sees_resume
+from .membership import answers, are_enough, expected, has_answered, is_candidate, sees_resume
 from .state import Checkpoint, Node
 from .turn import Turn, names
 
-__all__ = ("look",)
+__all__ = ("look", "lost")
 
 # Seconds for which nobody has seen the newest checkpoint, although all read the same directory, before the run goes
 # back by one. Longer than file systems cache a directory.
@@ -71,6 +71,24 @@ def lacks_memory(turn: Turn, resume: Checkpoint) -> bool:
         )
         return True
     return False
+
+
+def lost(turn: Turn, resume: Checkpoint | None) -> bool:
+    """A part of the resume point is in no memory any more: the run goes back, see `memory.lost`. True: it did.
+
+    While too few nodes are here for a world that would help nobody, and who held the part may come back with it.
+    """
+    if resume is None or not resume.parts:
+        return False
+    gathering, step = turn.live.gathering, turn.live.held.step(resume)
+    before, gathering.too_few = gathering.too_few, not turn.job.stopping and not are_enough(turn)
+    if gathering.too_few:
+        memory.is_gone(turn, resume)  # whoever has another part looks on the disk meanwhile
+        return False
+    if before:
+        # Who has come may be the one that holds it.
+        step.missing_since = step.sought_since = None
+    return memory.lost(turn, resume)
 
 
 def suspect_damage(turn: Turn, resume: Checkpoint) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,13 @@ from dalsegno.agent.commands.status import status_lines
 from dalsegno.master.brain import brain, shown
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
 from dalsegno.master.brain.events import Called
-from dalsegno.master.brain.memory import LOOK_WITHIN_SECONDS, LOST_AFTER_SECONDS, MOST_DOUBTS, to_memory
+from dalsegno.master.brain.memory import (
+    LOOK_WITHIN_SECONDS,
+    LOST_AFTER_SECONDS,
+    MOST_DOUBTS,
+    TOLD_WITHIN_SECONDS,
+    to_memory,
+)
 from dalsegno.master.brain.state import Phase
 from dalsegno.master.brain.views import Common
 from dalsegno.protos import control_pb2 as pb
@@ -1235,6 +1242,69 @@ def test_a_step_that_cannot_be_loaded_is_given_up() -> None:
     job.wait(1)
     assert nodes[0].directive.run.resume.source.ref.name == durable.ref.name
     assert "cannot load it" in job.notices
+
+
+def waits_without_a_part() -> tuple[Driven, list[Node], pb.Checkpoint]:
+    """Three nodes make a world, and one is here: the others had a part of step 20, which the run is to go on from."""
+    job, nodes = started(3, min_nodes=3)
+    nodes[0].save(10, any_size=True)
+    made = held(job, nodes, 20)
+    nodes[0].hang_up()
+    job.wait(1.5)
+    assert nodes[2].directive.gather.resume.name == made.ref.name
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[2])
+    job.wait(LOST_AFTER_SECONDS + 1)
+    assert nodes[2].directive.make_durable.look, "it may be on the disk"
+    nodes[2].durable(absent=True)
+    job.wait(60)
+    assert job.phase is Phase.WAITING
+    return job, nodes, made
+
+
+def test_what_a_node_holds_that_comes_back_counts_where_nothing_could_go_on_without_it() -> None:
+    """Nodes lacked all the while, so to give its step up would have helped nobody."""
+    job, nodes, made = waits_without_a_part()
+    assert "was in memory only" not in job.notices
+    assert f"a part of {made.ref.name}, which is in memory only, is with nobody" in status(job).reason
+    again = newcomer(job)
+    again.holds(made, 0, 1)
+    job.wait(60)
+    third = newcomer(job)
+    joins(job, nodes[2], again, third, sees=made)
+    job.wait(2)
+    assert nodes[2].directive.run.resume.source.step == 20
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_who_makes_the_nodes_enough_is_heard_out_first(comes: bool) -> None:
+    """It may be the one that holds the part; if not, the run goes back now, as a world can open."""
+    job, _nodes, made = waits_without_a_part()
+    newcomer(job)
+    job.wait(60)
+    third = newcomer(job)
+    job.state.live.held.told_all.pop(third.incarnation)
+    job.wait(LOST_AFTER_SECONDS + 2)
+    assert "was in memory only" not in job.notices
+    if comes:
+        third.holds(made, 0, 1)
+    third.has_told_all()
+    job.wait(TOLD_WITHIN_SECONDS)
+    for node in job.nodes[2:]:
+        if node.directive.make_durable.look:
+            node.durable(absent=True)
+    assert (f"{made.ref.name} was in memory only" in job.notices) is not comes
+
+
+def test_a_job_that_ends_without_a_part_gives_its_step_up() -> None:
+    """--wait-for-nodes is over: nobody is waited for any more."""
+    job, nodes, made = waits_without_a_part()
+    job.job.settings = replace(job.job.settings, wait_for_nodes=90.0)
+    job.wait(60)
+    assert job.phase is Phase.FAILED
+    assert f"{made.ref.name} was in memory only" in job.notices
+    assert not nodes[2].directive.finish.success
 
 
 def began_everywhere(count: int) -> tuple[Driven, list[Node], pb.Checkpoint]:
