@@ -5,6 +5,7 @@ __all__ = (
     "MESSAGE_BYTES",
     "MOST",
     "MOST_CHECKPOINTS",
+    "MOST_EARLIER",
     "MOST_FINISHED_RUNS",
     "MOST_SETTING",
     "MOST_UNUSABLE",
@@ -14,6 +15,8 @@ __all__ = (
 MOST_CHECKPOINTS = 256
 # Checkpoints in sight but unusable in one `JoinRequest`.
 MOST_UNUSABLE = 16
+# Directories of earlier leases of which one conversion takes over what they have finished: the newest.
+MOST_EARLIER = 8
 # Finished runs in one `RegisterRequest`.
 MOST_FINISHED_RUNS = 256
 # The largest step, epoch, lease or count of bytes. A JSON number holds it exactly, 64 bits a thousand times it.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointName, is_checkpoint_name
 from dalsegno.protos import control_pb2
+from dalsegno.protos.limits import MOST_EARLIER
 
-__all__ = ["is_form", "with_forms"]
+__all__ = ["in_the_making", "with_forms"]
 
 
 def with_forms(run_dir: Path, ref: control_pb2.CheckpointRef) -> list[str]:
@@ -22,6 +24,8 @@ def with_forms(run_dir: Path, ref: control_pb2.CheckpointRef) -> list[str]:
     return [*forms, ref.name]
 
 
-def is_form(name: str, source: str) -> bool:
-    """Whether this is the directory of a later form of that checkpoint."""
-    return bool(source) and name != source and str(CheckpointName.parse(name).source) == source
+def in_the_making(names: Iterable[str], source: str) -> set[str]:
+    """Of these the later forms of that checkpoint which a conversion may write, or take over: those of new leases."""
+    forms = [name for name in names if source and name != source and str(CheckpointName.parse(name).source) == source]
+    forms.sort(key=lambda name: CheckpointName.parse(name).lease or 0)
+    return set(forms[-(MOST_EARLIER + 1) :])

@@ -37,7 +37,7 @@ from dalsegno.protos.text import is_component, one_line
 from ..decisions.events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
 from .complaint import Complaint, unread, unwritable
 from .errand import Errand, spawned, submitted
-from .forms import is_form, with_forms
+from .forms import in_the_making, with_forms
 from .private import PRIVATE, NotPrivateError, check_private, read_private
 from .problems import is_gone
 from .room import prune_replaced, tell_undeleted
@@ -370,7 +370,7 @@ class Storage:
     def sweep(self, run_id: str, epoch: int, step: int = 0, converting: str = "") -> None:
         """Deletes directories without a manifest that epochs before `epoch`, and its saves before `step`, left behind.
 
-        Forms of `converting` stay: one of them is being made, perhaps by another node out of those that were begun.
+        New forms of `converting` stay: one is being made, perhaps by another node out of those that were begun.
         """
 
         def work() -> None:
@@ -380,7 +380,8 @@ class Storage:
                 with self.deletion:
                     for name in store.lost_manifest(epoch):
                         logger.warning("%s was sealed and has lost its manifest: it stays, delete it by hand", name)
-                    left = [name for name in store.never_sealed(epoch, step) if not is_form(name, converting)]
+                    found = store.never_sealed(epoch, step)
+                    left = sorted({*found} - in_the_making(found, converting))
                     problems = store.prune(left)
             except OSError as error:
                 logger.warning("unsealed checkpoints cannot be removed: %s", error)

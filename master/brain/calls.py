@@ -8,6 +8,7 @@ from dataclasses import replace
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.limits import MOST_EARLIER
 
 from . import (
     announcements,
@@ -407,7 +408,8 @@ def claim(turn: Turn, node: Node, message: control_pb2.ClaimRequest) -> Answer:
     source = turn.job.checkpoint(held.source)
     name = lease_name(source.name, held.lease) if source is not None else ""
     if name and name not in held.earlier:
-        conversion.change(turn, held, earlier=(*held.earlier, name))
+        # A lease has taken over what those before it had finished, so the newest ones have all of it.
+        conversion.change(turn, held, earlier=(*held.earlier, name)[-MOST_EARLIER:])
     turn.live.conversion.lease.moved = turn.heard
     return OK
 

@@ -27,6 +27,7 @@ from dalsegno.agent.workers.conversion_job import NICENESS, ConversionJob
 from dalsegno.elastic.checkpoint import CheckpointName, Manifest, Position, Shape, describe, seal
 from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.limits import MOST_EARLIER
 from tests.support.checkpoints.damage import HARM
 from tests.support.jobs.local_processes import many_open_files, process_state
 
@@ -371,11 +372,13 @@ def test_pruning_takes_the_later_forms_and_nothing_else(directory: JobDirectory,
 
 
 def test_what_is_being_converted_is_not_swept(directory: JobDirectory, storage: Storage) -> None:
-    """Its forms are of its own, old epoch, and no manifest is in them yet; others' forms go."""
+    """Its forms are of an old epoch, and no manifest is in them yet; others' forms go, and those of old leases."""
     run_dir = directory.run("run-0001")
     make_checkpoint(run_dir, "step-5.e2.1")
-    made = [f"step-5.e2.1.universal.{lease}" for lease in (1, 2)]
+    newest = range(95, 95 + MOST_EARLIER + 1)
+    made = [f"step-5.e2.1.universal.{lease}" for lease in newest]
     others = ["step-5.e1.1.universal.1", "step-15.e2.1.universal.1", "step-7.e2.1"]
+    others += [f"step-5.e2.1.universal.{lease}" for lease in (9, 80, 94)]
     for name in (*made, *others):
         (run_dir / name).mkdir()
     storage.sweep("run-0001", 3, converting="step-5.e2.1")

@@ -8,8 +8,10 @@ import pytest
 
 from dalsegno.master.brain import brain
 from dalsegno.master.brain.checkpoints import in_use_digests
+from dalsegno.master.brain.events import Tick
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2
+from dalsegno.protos.limits import MOST_EARLIER
 from tests.support.jobs.masters import Driven, Node, settings, stored
 
 SHARDED, UNIVERSAL = control_pb2.FORM_SHARDED, control_pb2.FORM_UNIVERSAL
@@ -257,6 +259,27 @@ def test_a_failed_one_is_tried_again_beside_the_training() -> None:
     job.wait(65)
     a.convert()
     assert job.job.conversion is None
+
+
+def test_leases_that_fail_for_days_fill_no_record() -> None:
+    """A volume that is read-only: of the directories that they have begun the newest are taken over, and remembered."""
+    job, nodes = resharded(stall_timeout=0)
+    sizes = []
+    for _ in range(100):
+        for node in nodes:
+            lease = node.lease
+            assert job.call(control_pb2.ClaimRequest(caller=node.caller(), lease=lease)).code == "OK"
+            named = list(node.directive.convert.earlier)
+            node.converts(ENVIRONMENT, "no space")
+        job.state.live.conversion.retry_at = job.now
+        job.event(Tick())
+        sizes.append(sum(map(len, job.rows.values())))
+    assert lease >= 200
+    expected = [f"step-3.e1.1.universal.{number}" for number in range(lease - MOST_EARLIER + 1, lease + 1)]
+    assert job.job.conversion is not None
+    assert list(job.job.conversion.earlier) == expected
+    assert named == expected[:-1]
+    assert sizes[-1] < sizes[20] + 500
 
 
 def test_what_has_no_universal_form_is_not_waited_for() -> None:
