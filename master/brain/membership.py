@@ -9,6 +9,7 @@ from dataclasses import replace
 from . import shapes
 from .checkpoints import resume_point
 from .chronicle import Kind
+from .fitting import how_many
 from .live import VerificationLife
 from .state import Job, Member, MemberState, Node, Settings
 from .turn import Turn, about, heartbeat_of, names
@@ -362,21 +363,12 @@ def of_size(nodes: list[Node], world_size: int, settings: Settings, most: int) -
     kinds: dict[int, list[Node]] = {}
     for node in nodes:
         kinds.setdefault(node.nproc, []).append(node)
-    # By numbers of nodes and workers so far: how many nodes of each kind that takes.
-    found: dict[tuple[int, int], tuple[int, ...]] = {(0, 0): ()}
-    for nproc, alike in kinds.items():
-        wider: dict[tuple[int, int], tuple[int, ...]] = {}
-        for (count, workers), taken in found.items():
-            for more in range(len(alike), -1, -1):
-                key = (count + more, workers + more * nproc)
-                if key[0] <= most and key[1] <= world_size:
-                    wider.setdefault(key, (*taken, more))
-        found = wider
-    unit = max(1, settings.node_unit)
-    counts = [c for c, workers in found if workers == world_size and c >= settings.min_nodes and c % unit == 0]
-    if not counts:
+    unit, least = max(1, settings.node_unit), settings.least_nodes
+    most = min(len(nodes), most)
+    there = [(nproc, len(alike)) for nproc, alike in kinds.items()]
+    taken = how_many(there, world_size, range(most - most % unit, least - 1, -unit))
+    if not taken:
         return []
-    taken = found[max(counts), world_size]
     chosen = {node.name for more, alike in zip(taken, kinds.values(), strict=True) for node in alike[:more]}
     return [node for node in nodes if node.name in chosen]
 

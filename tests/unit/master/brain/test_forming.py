@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import time
+from itertools import product
+from operator import mul
+
 import pytest
 
 from dalsegno.master.brain import membership
@@ -578,9 +583,54 @@ def test_where_nobody_can_convert_any_nodes_whose_workers_fit_go_on() -> None:
 )
 def test_the_largest_world_of_a_given_size(workers: list[int], size: int, unit: int, chosen: list[int]) -> None:
     """Most nodes, at most four, a multiple of the unit, the first of each kind, in their order."""
-    nodes = [job_state.Node(f"n{i}", f"i{i}", "host", nproc, i) for i, nproc in enumerate(workers)]
     limits = job_state.Settings(min_nodes=2, max_nodes=4, node_unit=unit)
-    assert [node.order for node in membership.of_size(nodes, size, limits, 4)] == chosen
+    assert [node.order for node in membership.of_size(nodes_of(workers), size, limits, 4)] == chosen
+
+
+def nodes_of(workers: list[int]) -> list[job_state.Node]:
+    return [job_state.Node(f"n{i}", f"i{i}", "host", nproc, i) for i, nproc in enumerate(workers)]
+
+
+def tried_out(workers: list[int], size: int, settings: job_state.Settings, most: int) -> list[int]:
+    """The same answer, from all worlds that there are: of those with most nodes the one with most of the first kind."""
+    kinds = list(dict.fromkeys(workers))
+    counts = [workers.count(kind) for kind in kinds]
+    unit = max(1, settings.node_unit)
+    fitting = [
+        (sum(taken), taken)
+        for taken in product(*(range(count + 1) for count in counts))
+        if settings.min_nodes <= sum(taken) <= most and sum(taken) % unit == 0 and sum(map(mul, taken, kinds)) == size
+    ]
+    if not fitting:
+        return []
+    left = dict(zip(kinds, max(fitting)[1], strict=True))
+    chosen = []
+    for order, kind in enumerate(workers):
+        if left[kind]:
+            left[kind] -= 1
+            chosen.append(order)
+    return chosen
+
+
+def test_the_largest_world_of_a_given_size_is_that_of_all_worlds() -> None:
+    """Whatever nodes there are."""
+    draw = random.Random(7)
+    for _ in range(400):
+        workers = draw.choices(draw.sample([1, 2, 3, 4, 6, 8], 3), k=draw.randint(1, 9))
+        limits = job_state.Settings(min_nodes=draw.randint(1, 3), max_nodes=9, node_unit=draw.randint(1, 3))
+        size, most = draw.randint(1, 24), draw.randint(1, 9)
+        chosen = [node.order for node in membership.of_size(nodes_of(workers), size, limits, most)]
+        assert chosen == tried_out(workers, size, limits, most), (workers, size, limits, most)
+
+
+def test_many_nodes_of_several_kinds_are_soon_chosen_from() -> None:
+    """That is done in each turn while nobody can convert. A thousand nodes of three kinds took ten seconds and more."""
+    nodes = nodes_of([1, 2, 4, 8] * 250)
+    limits = job_state.Settings(min_nodes=1, max_nodes=1000)
+    since = time.process_time()
+    chosen = membership.of_size(nodes, 2001, limits, 1000)
+    assert time.process_time() - since < 0.5
+    assert sum(node.nproc for node in chosen) == 2001
 
 
 def drained_without_rank_0() -> tuple[Driven, Node, list[Node], control_pb2.Checkpoint]:
