@@ -91,4 +91,8 @@ class Gathering:
         return sum(now - at < CRASH_LOOP_SECONDS for at in self.lost.get(name, ())) > 1
 
     def note_loss(self, name: str, now: float) -> None:
-        self.lost[name] = (*self.lost.get(name, ()), now)[-2:]
+        """Notes a loss, and forgets those that count no more: a round may last for weeks."""
+        self.lost[name] = (*self.lost.pop(name, ()), now)[-2:]
+        # By the time of the last loss, because each one puts its name at the end.
+        while now - next(iter(self.lost.values()))[-1] >= CRASH_LOOP_SECONDS:
+            del self.lost[next(iter(self.lost))]

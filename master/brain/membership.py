@@ -52,7 +52,9 @@ def drop(turn: Turn, node: Node) -> None:
     turn.live.nodes.drop(node.name)
     gathering = turn.live.gathering
     gathering.asked.pop(node.name, None)
+    gathering.gathers.pop(node.name, None)
     gathering.overdue.discard(node.name)
+    turn.live.held.complaints.pop(node.name, None)
     void_orders(turn, node.name)
 
 

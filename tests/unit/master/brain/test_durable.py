@@ -184,6 +184,18 @@ def test_one_full_disk_of_many_nodes_is_two_lines() -> None:
     assert "and 46 more could not write step-10" in job.notices
 
 
+def test_what_a_node_could_not_write_is_forgotten_with_it() -> None:
+    """Whoever comes under its name has another disk perhaps, and any number of names may come."""
+    job, nodes = started(3)
+    nodes[0].step(12)
+    wanted(job, nodes, 10)
+    nodes[1].durable("no space left on the device")
+    assert nodes[1].name in job.state.live.held.complaints
+    nodes[1].hang_up()
+    job.wait(2)
+    assert not job.state.live.held.complaints
+
+
 def test_a_node_that_cannot_write_is_replaced_by_who_has_its_part() -> None:
     job, nodes = started(3)
     nodes[0].step(12)

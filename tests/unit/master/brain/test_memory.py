@@ -1015,6 +1015,26 @@ def test_who_could_not_reach_the_first_of_many_holders_is_told_of_others() -> No
     assert len(parts(nodes[0])[1]) == 4, "it hears of each that has come to have it"
 
 
+def test_a_node_that_comes_again_has_its_whole_time_to_fetch() -> None:
+    """Who had its name had used all of that up."""
+    job, nodes = started(3, join_timeout=20.0, max_nodes=8)
+    made = held(job, nodes, 20)
+    nodes[2].hang_up()
+    job.wait(1.5)
+    nodes[0].holds(made, 0, 1, 2)
+    for _ in range(45):
+        job.wait(15)
+        nodes[1].gathers(made.ref.digest)
+    assert "not joined within 20 s" in job.notices
+    nodes[1].hang_up()
+    job.wait(2)
+    again = job.node(node=nodes[1].name, host="host-1", peer_address="10.0.0.1:7")
+    for _ in range(4):
+        job.wait(15)
+        again.gathers(made.ref.digest)
+    assert again.name not in job.state.live.gathering.overdue
+
+
 def test_who_is_at_it_is_not_late_until_half_of_all_are_done() -> None:
     job, nodes = started(4, join_timeout=20.0, max_nodes=8)
     made = held(job, nodes, 20)

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from dalsegno.master.brain import brain, calls, checkpoints, running
 from dalsegno.master.brain.events import Called, Event, StreamClosed, Tick
+from dalsegno.master.brain.gathering import CRASH_LOOP_SECONDS, Gathering
 from dalsegno.master.brain.state import Phase
 from dalsegno.master.brain.turn import NAMED, heartbeat_of, progress_of
 from dalsegno.master.brain.views import Common
@@ -260,6 +261,24 @@ def test_a_newcomer_that_crashes_again_and_again_does_not_hold_the_start_up(name
             break
     assert job.phase is Phase.RUNNING
     assert job.members[:2] == [a.name, b.name]
+
+
+def test_spares_that_come_and_die_under_new_names_leave_nothing_behind() -> None:
+    """A supervisor that starts them again and again, beside a world that trains for weeks."""
+    job = Driven(settings(max_nodes=2))
+    job.start(2)
+    for number in range(100):
+        spare = job.node(node=f"spare-{number}")
+        job.wait(0.1)
+        spare.hang_up()
+        job.wait(1.9)
+        assert not spare.is_known
+    assert len(job.state.live.gathering.lost) <= CRASH_LOOP_SECONDS / 2 + 1
+    assert len(job.state.live.nodes) == 2
+    gathering = Gathering()
+    for number in range(10_000):
+        gathering.note_loss(f"spare-{number}", 0.1 * number)
+    assert len(gathering.lost) <= 10 * CRASH_LOOP_SECONDS + 1
 
 
 @pytest.mark.slow
