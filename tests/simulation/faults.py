@@ -257,6 +257,12 @@ def unreachable(sim: Simulation, until: float) -> None:
             sim.clock.after(until, sim.network.heal, host)
 
 
+def new_master_unreachable(sim: Simulation) -> None:
+    """The next master comes up where nobody reaches it for longer than a node-timeout: nobody may lose a step by it."""
+    crash_master(sim)
+    unreachable(sim, sim.master.downtime + sim.random.uniform(1.2, 2.5) * sim.plan.settings.node_timeout)
+
+
 def long_pause_of_master(sim: Simulation) -> None:
     """Longer than every deadline."""
     sim.master.pause()
@@ -545,6 +551,7 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         cut_silent,
         cut_all,
         master_unreachable,
+        new_master_unreachable,
         long_pause_of_master,
         freeze_agent,
         freeze_node,

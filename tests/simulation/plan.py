@@ -274,6 +274,9 @@ def _plan_of(seed: int) -> Plan:
     if plan.background and kind in ("crashes", "masters", "late", "all"):
         happenings.append((random.uniform(3.0, fault_time), "late_seal"))
         plan.happenings = sorted(happenings)
+    apart = Random(f"a new master apart {seed}")
+    if kind == "away" and apart.random() < 0.3:
+        plan.happenings = sorted([*plan.happenings, (apart.uniform(3.0, 10.0), "new_master_unreachable")])
     if not plan.silent and all(name != "scale" for _, name in plan.happenings):
         plan.happenings = sorted([*plan.happenings, *refusals_of(seed, fault_time, alone=minimum == unit == 1)])
     if plan.reshards:

@@ -522,6 +522,15 @@ def skips_a_sample(original: Any) -> Any:
     return init
 
 
+def counts_before_it_hears_anybody(original: Any) -> Any:
+    def recover(*given: Any, **named: Any) -> State:
+        state: State = original(*given, **named)
+        state.live.clock.expects, state.live.clock.word_shown = False, float("-inf")
+        return state
+
+    return recover
+
+
 def looks_at_the_silent_too_late(original: Any) -> Any:
     def next_look(self: Presences, timeout: float) -> float | None:
         look = original(self, timeout)
@@ -718,6 +727,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(Decision, "exit_left", calls_everything_saved, "left with everything saved", first=24),
         plant(directives, "ordered_gather", starts_beside_old_workers, "one epoch at a time"),
         plant(directives, "ordered_finish", exits_well_from_a_failed_job, "exit codes"),
+        plant(brain, "recover", counts_before_it_hears_anybody, "planned changes lose nothing", kind="away", first=585),
         plant(running, "saving", gives_up_a_slow_save, "planned changes lose nothing", suits=is_slow, first=489),
         plant(
             running,
