@@ -8,7 +8,6 @@ its checksum is there for good. Several nodes may do this at the same time: what
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import shutil
@@ -31,10 +30,11 @@ from dalsegno.elastic.checkpoint import (
     verify_listing,
 )
 from dalsegno.elastic.checkpoint.durability import FileSystem, at_once, unwritten
+from dalsegno.elastic.checkpoint.errors import is_full
 from dalsegno.elastic.checkpoint.files import READ_BYTES, THREADS, checksum
 from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.elastic.checkpoint.reading import NotRegular, is_there, size_of_regular
-from dalsegno.elastic.checkpoint.spares import make_room, take_spare
+from dalsegno.elastic.checkpoint.spares import clear_spares, make_room, spare_bytes, take_spare
 from dalsegno.elastic.checkpoint.summing import SummingWriter
 
 from .pieces import open_sealed
@@ -117,14 +117,18 @@ def make_durable(
                 raise
             problem = str(damaged)
         except OSError as error:
-            return what_it_says(error, run_dir)
+            problem = what_it_says(error, run_dir)
+            if not (is_full(error) and spare_bytes(run_dir)):
+                return problem
+            # Also what no file is written for: a directory, the manifest.
+            clear_spares(run_dir)
     return problem
 
 
 def what_it_says(error: OSError, run_dir: Path) -> str:
     """For a person; the same for each checkpoint, so that what lasts is said once."""
     said = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full(error):
         return f"{said[:1].lower()}{said[1:]} in {run_dir}: make room there, it is tried again"
     return f"{said} ({run_dir})"
 

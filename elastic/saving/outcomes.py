@@ -11,6 +11,7 @@ from dalsegno.protos import worker_pb2
 
 from ..checkpoint import Best, CheckpointStore, Manifest, Ref
 from ..checkpoint.deletion import is_held_open
+from ..checkpoint.spares import clear_spares
 from ..rank.collective import Collective
 from ..rank.identity import Identity
 from ..rank.link import Link
@@ -107,6 +108,10 @@ class Outcomes:
         if own.tier.leads and name:
             for error in own.tier.remove(name):
                 log.warning("what the failed save left in %s could not be removed: %s", name, error)
+        if own.tier.leads and not in_memory:
+            # Whatever the reason: what a script or a library writes by itself takes none of these files, and hides that
+            # the disk was full.
+            clear_spares(own.tier.store.run_dir)
         # A framework's error may be part of a cycle, and hold open what was deleted just now. To look for cycles takes
         # a large program a second.
         if in_memory and name and is_held_open(own.path):

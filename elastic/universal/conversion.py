@@ -12,6 +12,7 @@ from ..checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, FileEntry
 from ..checkpoint.errors import is_full
 from ..checkpoint.files import checksums, place_file
 from ..checkpoint.manifest import VERSION
+from ..checkpoint.spares import make_room
 from .effort import Effort
 from .errors import ConversionError, Disagrees, EnvironmentFailed, Impossible, SourceBad
 from .journal import Journal, take_over
@@ -101,7 +102,7 @@ def convert(
     source, target, wish, watch = Path(source), Path(target), wish or Wish(), watch or Watch()
     if not wish.plain:
         raise ValueError("a run's universal form is that of its own stage, with the optimizer's state")
-    with typed_failures():
+    with typed_failures(), _making_room(target.parent):
         manifest = verified(source, digest, watch.moved)
         name = CheckpointName.parse(target.name)
         if name.form != UNIVERSAL or str(name.source) != source.name:
@@ -274,6 +275,16 @@ def seal_form(manifest: Manifest, target: Path, entries: tuple[FileEntry, ...]) 
     )
     seal(target, sealed)
     return sealed
+
+
+@contextmanager
+def _making_room(run_dir: Path) -> Iterator[None]:
+    """What the run keeps for later saves goes where the disk is full: another lease goes on with what is made."""
+    try:
+        yield
+    except OSError as error:
+        make_room(run_dir, error)
+        raise
 
 
 def _describe_os_error(error: OSError) -> str:

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 
+from dalsegno.elastic import session
 from dalsegno.elastic.checkpoint import CheckpointStore, Ref, durability, spares
 from dalsegno.elastic.checkpoint.saved_as import SavedAs
 from dalsegno.elastic.checkpoint.spares import FOLDER, LEAST_BYTES, clear_spares, spare_bytes
 from dalsegno.elastic.saving.writing import SummedFile
+from dalsegno.elastic.universal import conversion
+from dalsegno.elastic.universal.errors import EnvironmentFailed
 from tests.support.checkpoints.memory import manifest_of
 from tests.support.jobs.faults import volume
 
@@ -223,3 +227,67 @@ def test_two_who_find_the_disk_full_at_once(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, call, full)
     next_save(tmp_path)
     assert not failures
+
+
+def test_what_a_script_writes_by_itself_gets_the_room_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`torch.save` takes no such file, and says nothing of a full disk: the save fails, and the next try has the room.
+
+    It failed for good, the last step's too, beside files as large as a checkpoint.
+    """
+    monkeypatch.setattr(spares, "FREE_BYTES", 0)
+    monkeypatch.setattr(spares, "FREE_TIMES", 0)
+    run, size = tmp_path / "run", 2 * LEAST_BYTES
+
+    def save(path: Path) -> None:
+        if s.step > 2 and spare_bytes(run):  # others have filled the disk meanwhile
+            raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 704 vs 598")
+        torch.save(torch.zeros(size, dtype=torch.uint8), path / "model.pt")
+
+    with session(run, keep=1) as s:
+        for _ in range(3):
+            s.begin_step()
+            s.end_step()
+            first = s.save(save)
+        assert first is None
+        assert "saving step-3.e0.1 failed, commits stand" in caplog.text
+        again = s.save(save)
+        assert again is not None
+        s.finish()
+
+
+def test_no_room_for_a_name_gives_room_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint's own directory may be what the disk has no room for."""
+    monkeypatch.setattr(spares, "FREE_BYTES", 0)
+    monkeypatch.setattr(spares, "FREE_TIMES", 0)
+    make = os.mkdir
+
+    def full(path: Any, *more: Any) -> None:
+        if spare_bytes(tmp_path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        make(path, *more)
+
+    with session(tmp_path, keep=1) as s:
+        s.begin_step()
+        s.end_step()
+        a_step(tmp_path, "step-0.e0.1")
+        CheckpointStore(tmp_path).prune(["step-0.e0.1"], replaced=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "mkdir", full)
+            assert s.save(lambda path: None) is None
+            assert s.save(lambda path: None) is not None
+
+
+def test_a_conversion_that_finds_no_room_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes by itself, too, and the next lease goes on with what it has made."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    a_step(tmp_path)
+    CheckpointStore(tmp_path).prune([STEP], replaced=True)
+    monkeypatch.setattr(conversion, "verified", full)
+    with pytest.raises(EnvironmentFailed, match="no space left"):
+        conversion.convert(tmp_path / STEP, tmp_path / FORM)
+    assert spare_bytes(tmp_path) == 0
