@@ -7,6 +7,8 @@ rank writes the file of its random generators last, so that file proves that its
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import threading
@@ -23,8 +25,9 @@ from ..checkpoint.files import checksums, list_files
 from ..rank import rng
 from ..rank.collective import TIMEOUT_SECONDS, Collective, PeerLost
 from ..rank.link import Link
-from .background_save import SIGHT_PAUSES_SECONDS, STUCK
+from .background_save import STUCK
 from .saving_reports import Count
+from .sight import SIGHT_PAUSES_SECONDS, look_again
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +88,10 @@ def missing_parts(path: Path, world_size: int, beside: Iterable[int] = ()) -> li
     """The ranks whose part is not wholly there, once all other nodes are done.
 
     Ranks ``beside`` this one, on the same node, may still be writing: if one of them fails, the agent ends them all.
-    Files of another machine may come into sight late.
+    Files of another machine may come into sight late, and a mount may fail for a moment.
+
+    Raises:
+        OSError: The file system still fails, so nobody can tell.
     """
     deadline = time.monotonic() + OTHERS_SECONDS
     while not all(_is_whole(path / rng.file_name(rank)) for rank in beside) and time.monotonic() < deadline:
@@ -96,31 +102,58 @@ def missing_parts(path: Path, world_size: int, beside: Iterable[int] = ()) -> li
         if not missing:
             break
         threading.Event().wait(pause)
+    for rank in missing:
+        with contextlib.suppress(FileNotFoundError):
+            (path / rng.file_name(rank)).read_bytes()
     return missing
 
 
 def _is_whole(state: Path) -> bool:
     try:
         json.loads(state.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return False
     return True
 
 
 def all_files(path: Path, known: Iterable[FileEntry], moved: Callable[[int], None]) -> tuple[FileEntry, ...]:
-    """Entries of every file of the checkpoint, all of them durable; those of ``known`` are durable already."""
+    """Entries of every file of the checkpoint, all of them durable; those of ``known`` are durable already.
+
+    Raises:
+        OSError: The file system fails, and goes on failing if that may pass.
+        CheckpointDamaged: What is there is no file, or gone again.
+    """
     entries = {entry.path: entry for entry in known}
-    rest = [file for file in list_files(path) if file not in entries]
-    return tuple(sorted([*entries.values(), *checksums(path, rest, sync=True, moved=moved)], key=lambda one: one.path))
+    listed = look_again(lambda: list_files(path), lambda error: isinstance(error, OSError))
+    rest = [file for file in listed if file not in entries]
+    found = look_again(lambda: checksums(path, rest, sync=True, moved=moved), _is_stale)
+    return tuple(sorted([*entries.values(), *found], key=lambda one: one.path))
 
 
 def seal_once(path: Path, manifest: Manifest) -> Manifest:
-    """Seals the checkpoint, unless another thread or rank has just done so. Returns the manifest that is in force."""
-    try:
-        seal(path, manifest)
-    except FileExistsError:
-        return Manifest.read(path)
-    return manifest
+    """Seals the checkpoint, unless another thread or rank has just done so. Returns the manifest that is in force.
+
+    Raises:
+        OSError: As `all_files` does.
+        CheckpointDamaged: Other files are there than the manifest lists.
+    """
+
+    def work() -> Manifest:
+        try:
+            seal(path, manifest)
+        except FileExistsError:
+            return Manifest.read(path)
+        return manifest
+
+    return look_again(work, _is_stale)
+
+
+def _is_stale(error: Exception) -> bool:
+    """Whether the handle of a file was lost (NFS), and another one may do.
+
+    Behind another failure of a sync nobody knows what is on the disk, and a second one says nothing of it any more.
+    """
+    return isinstance(error, OSError) and error.errno == errno.ESTALE
 
 
 def unless_stuck(work: Callable[[], T], count: Count, patience_seconds: float) -> T:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,6 +41,7 @@ from .declared import HOW_LOADED
 from .replicas import check_unsharded
 from .saving_reports import Count
 from .sealing import Sealing
+from .sight import look_again
 from .writing import Summed, SummedFile, save
 
 log = logging.getLogger(__name__)
@@ -47,8 +49,6 @@ log = logging.getLogger(__name__)
 PARTS = "parts"
 # Seconds between two looks of rank 0 for the other ranks' files: at first, and at most.
 FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.02, 1.0
-# Seconds between two tries to seal while another machine's files are not in sight yet.
-SIGHT_PAUSES_SECONDS = (0.2, 0.5, 1.0, 3.0, 6.0)
 # Seconds that the other ranks have to write something more after the script has left its loop without a word.
 LAST_WORDS_SECONDS = 30.0
 # Seconds without another rank's list, once all ranks have said that theirs are written, after which the rest never come
@@ -281,17 +281,8 @@ class Flight:
         self._written.set()
         found = self._gather_parts() if self._rank == 0 else None
         if found is not None:
-            self._digest = self._seal_when_in_sight(self._seal, found)
-
-    def _seal_when_in_sight(self, seal: Callable[[tuple[FileEntry, ...]], str], entries: tuple[FileEntry, ...]) -> str:
-        for pause in SIGHT_PAUSES_SECONDS:
-            try:
-                return seal(entries)
-            except CheckpointDamaged as damaged:
-                log.debug("not all of %s is in sight yet: %s", self._path.name, damaged)
-            # No event tells when another machine's files come into sight over NFS.
-            self._cancelled.wait(pause)
-        return seal(entries)
+            seal = partial(self._seal, found)
+            self._digest = look_again(seal, lambda error: isinstance(error, CheckpointDamaged), self._cancelled)
 
     def _write(self, path: str, value: Any) -> FileEntry:
         if isinstance(value, rng.Taken):

@@ -25,9 +25,10 @@ from ..rank.collective import Collective
 from ..rank.exits import EXIT_BAD_CHECKPOINT, BadResumePoint, insist
 from ..rank.identity import Identity
 from ..rank.link import Link
-from ..saving.background_save import OUT_OF_SIGHT_SECONDS, SIGHT_PAUSES_SECONDS
+from ..saving.background_save import OUT_OF_SIGHT_SECONDS
 from ..saving.resuming import Damaged, Judge, ResumePoint, Work, check_loaders
 from ..saving.save_errors import describe
+from ..saving.sight import SIGHT_PAUSES_SECONDS
 from ..saving.verification import JointVerification, Note
 
 log = logging.getLogger(__name__)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from dalsegno.elastic.rank.collective import PeerLost, Solo
 from dalsegno.elastic.rank.exits import Drained
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.rank.notices import Notice
-from dalsegno.elastic.saving import apart, saving
+from dalsegno.elastic.saving import apart, saving, sight
 from dalsegno.elastic.saving.saving_reports import Count
 from dalsegno.elastic.training import session as worker_session
 from dalsegno.elastic.training import staying
@@ -50,7 +52,8 @@ class Deserted(Solo):
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORD_SECONDS", "OTHERS_SECONDS", "LOOK_SECONDS"):
         monkeypatch.setattr(apart, name, 0.05)
-    monkeypatch.setattr(apart, "SIGHT_PAUSES_SECONDS", (0.01,))
+    for module in (apart, sight):
+        monkeypatch.setattr(module, "SIGHT_PAUSES_SECONDS", (0.01,))
 
 
 def saver(agent: FakeLink, directory: Path, gone_at: int) -> saving.Saver:
@@ -90,6 +93,65 @@ def test_a_missing_part_is_never_sealed(tmp_path: Path) -> None:
     one = saver(FakeLink(control_pb2.ENDING_SEAL), tmp_path, 1)
     with pytest.raises(saving.SaveError, match="rank 1 had to go before its part was written"):
         save(one, others_part=False)
+    assert CheckpointStore(tmp_path).sealed() == []
+
+
+def failing(plain: Callable[..., Any], path: str, code: int, times: int) -> Callable[..., Any]:
+    """The call, which fails so often where it is about that path."""
+    left = [times]
+
+    def call(*words: Any, **more: Any) -> Any:
+        if left[0] and str(words[0]).endswith(path):
+            left[0] -= 1
+            raise OSError(code, os.strerror(code), str(words[0]))
+        return plain(*words, **more)
+
+    return call
+
+
+# What fails in the completion: looking for a part, listing, summing, sealing.
+@pytest.mark.parametrize(
+    ("owner", "name", "path", "code"),
+    [
+        (Path, "read_bytes", "rng/rank-1.json", errno.ESTALE),
+        (Path, "read_bytes", "rng/rank-1.json", errno.EIO),
+        (apart, "list_files", "", errno.EIO),
+        (apart, "checksums", "", errno.ESTALE),
+        (apart, "seal", "", errno.ESTALE),
+    ],
+)
+def test_a_mount_that_fails_once_costs_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, path: str, code: int
+) -> None:
+    """Nobody else seals it: the others have gone."""
+    agent = FakeLink(0, control_pb2.ENDING_SEAL)
+    one = saver(agent, tmp_path, 1)
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name), path, code, 1))
+    manifest = save(one)
+    one.close()
+    assert manifest is not None
+    verify(tmp_path / manifest.name, manifest, 1)
+    assert agent.of("sealed")
+
+
+@pytest.mark.parametrize(("name", "code"), [("read_bytes", errno.ESTALE), ("read_bytes", errno.EIO)])
+def test_a_mount_that_goes_on_failing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    """Not a rank that had to go before it was done."""
+    one = saver(FakeLink(control_pb2.ENDING_SEAL), tmp_path, 1)
+    monkeypatch.setattr(Path, name, failing(getattr(Path, name), "rng/rank-1.json", code, 100))
+    with pytest.raises(OSError, match=os.strerror(code)):
+        save(one)
+    assert CheckpointStore(tmp_path).sealed() == []
+
+
+def test_a_sync_that_failed_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel tells once that bytes are lost; the next call would succeed."""
+    one = saver(FakeLink(control_pb2.ENDING_SEAL), tmp_path, 1)
+    monkeypatch.setattr(apart, "checksums", failing(apart.checksums, "", errno.EIO, 1))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        save(one)
     assert CheckpointStore(tmp_path).sealed() == []
 
 
