@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +21,9 @@ from types import TracebackType
 from .best import Best
 from .deletion import delete
 from .files import replace_file
-from .inventory import inventory
+from .inventory import inspect, inventory
 from .layout import BEST, FINISHED, LATEST, LOCK, MANIFEST, SHARDED, CheckpointName, is_checkpoint_name
-from .manifest import Manifest
+from .manifest import Manifest, Ref
 from .marks import marked
 from .reading import is_file
 
@@ -40,6 +40,8 @@ class LocalLock:
         self._descriptor: int | None = None
         # Of the file that it is; the path may lead elsewhere by the time that matters.
         self._file: os.stat_result | None = None
+        # Of that file as the path showed it: some mounts number an open file in another way.
+        self._shown: os.stat_result | None = None
         _locks.add(self)
 
     def acquire(self) -> None:
@@ -66,6 +68,40 @@ class LocalLock:
             )
             raise OSError(error.errno, what, str(self._path.parent)) from error
         self._file, self._descriptor = os.fstat(descriptor), descriptor
+        with contextlib.suppress(OSError):
+            self._shown = os.stat(self._path)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the path still leads to the file that is locked, as far as anybody can tell; True while none is.
+
+        Raises:
+            OSError: The file system fails.
+        """
+        if self._descriptor is None or self._shown is None:
+            return True
+        try:
+            return os.path.samestat(os.stat(self._path), self._shown)
+        except FileNotFoundError:
+            return False
+
+    def renew(self, may_go_on: Callable[[], bool]) -> None:
+        """Takes the lock of what the path leads to now, and gives the other one back.
+
+        Args:
+            may_go_on: Asked once the lock is taken, whether this may be.
+
+        Raises:
+            DirectoryInUse: Another process holds it.
+            OSError: It may not be, or `acquire` says so.
+        """
+        other = LocalLock(self._path.parent)
+        with other:
+            if not may_go_on():
+                raise OSError(errno.ESTALE, "there are checkpoints of another one", str(self._path.parent))
+            self.release()
+            self._file, self._shown, self._descriptor = other._file, other._shown, other._descriptor
+            other._descriptor = None
 
     def release(self) -> None:
         """Gives the lock back, also where a forked process still has the descriptor."""
@@ -106,10 +142,47 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class CheckpointStore:
-    """One run's directory. Holds no state but its path; safe to make anywhere, any number of times."""
+    """One run's directory. Holds no state but its path; safe to make anywhere, any number of times.
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = Path(run_dir)
+    Args:
+        run_dir: The directory.
+        lock: Of a run that no master watches over, where this process holds it: nothing is written or deleted where
+            the path leads elsewhere meanwhile.
+    """
+
+    def __init__(self, run_dir: Path, lock: LocalLock | None = None) -> None:
+        self.run_dir, self._lock = Path(run_dir), lock
+
+    def check_held(self) -> None:
+        """Raises OSError where the lock is not that of the directory here any more."""
+        if self._lock is not None and not self._lock.is_there:
+            raise _lost("another training may be at work", self.run_dir)
+
+    def hold(self, last: Ref | None) -> None:
+        """Before a checkpoint is begun: the lock is that of the directory here.
+
+        It is taken anew where the directory or the lock file was deleted, unless another training has been here since.
+
+        Args:
+            last: The newest checkpoint that this run has sealed, or began with.
+
+        Raises:
+            OSError: It is not, so nothing may be written here.
+        """
+        if self._lock is None or self._lock.is_there:
+            return
+        try:
+            self._lock.renew(lambda: self._has_nothing_newer(last))
+        except DirectoryInUse as error:
+            raise _lost("another training is at work", self.run_dir) from error
+        except OSError as error:
+            raise _lost(error.strerror or str(error), self.run_dir) from error
+
+    def _has_nothing_newer(self, last: Ref | None) -> bool:
+        """Whether nothing is sealed here, or that is the newest. Whoever begins here later has no lower epoch."""
+        seen = inspect(self.run_dir, check_sizes=False)
+        newest = [manifest.ref for manifest in seen.sealed if manifest.form == SHARDED][-1:]
+        return newest in ([], [last]) and not any(one.unreadable for one in seen.unsealed)
 
     def path(self, name: str) -> Path:
         """Where the checkpoint called ``name`` lies or will lie.
@@ -191,6 +264,7 @@ class CheckpointStore:
         for path in [self.path(name) for name in names]:
             stays = [form for form in failures if str(CheckpointName.parse(form).source) == path.name]
             try:
+                self.check_held()
                 if stays:
                     raise OSError(errno.EBUSY, f"{stays[0]} could not be deleted before it", str(path))
                 delete(path, replaced=replaced)
@@ -205,6 +279,7 @@ class CheckpointStore:
     def write_best(self, best: Best | None) -> None:
         """Notes the best checkpoint, or that there is none, in ``best.json``: a copy for people, as ``latest.json``."""
         if best is None:
+            self.check_held()
             (self.run_dir / BEST).unlink(missing_ok=True)
         else:
             self._note(BEST, asdict(best))
@@ -237,7 +312,16 @@ class CheckpointStore:
             return ()
 
     def _note(self, name: str, content: dict[str, object]) -> None:
+        self.check_held()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content, sort_keys=True).encode() + b"\n"
         # The other files are for people, and they are written while a drain waits.
         replace_file(self.run_dir / name, text, lasting=name == FINISHED)
+
+
+def _lost(why: str, run_dir: Path) -> OSError:
+    text = (
+        "this training's lock is gone from here, since the directory or its lock file was renamed or deleted, and"
+        f" {why}: nothing is written or deleted here until the directory that it began in has its name again"
+    )
+    return OSError(errno.ESTALE, text, str(run_dir))

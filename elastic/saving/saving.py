@@ -18,7 +18,7 @@ from typing import Any
 
 from dalsegno.protos import trace
 
-from ..checkpoint import Best, CheckpointStore, FileEntry, Manifest, Ref, seal
+from ..checkpoint import Best, CheckpointStore, FileEntry, Manifest, Ref
 from ..checkpoint.files import checksums, list_files, write_exclusive
 from ..rank import rng
 from ..rank.board import Board, open_board
@@ -85,7 +85,7 @@ class Saver:
         self._outcomes = Outcomes(identity, collective, link, store, best, candidate, in_memory)
         self.bests, self.saved = self._outcomes.bests, self._outcomes.saved
         self.apart = False
-        self._answers, self._disk = Answers(collective), Disk(store, identity)
+        self._answers, self._disk = Answers(collective), Disk(store, identity, resumed_from)
         self._memory = None if identity.memory_dir is None else Memory(CheckpointStore(identity.memory_dir), identity)
         self._noted_empty = False
         self._buffers = HostBuffers()
@@ -211,10 +211,10 @@ class Saver:
 
         def seal_all(entries: tuple[FileEntry, ...]) -> str:
             manifest = self._manifest(own.name, own.content, entries)
-            digest = seal(path, manifest)
+            own.tier.seal(manifest, [entries])
             self._outcomes.tell(own, manifest, began)
             sealed()
-            return digest
+            return manifest.digest
 
         patience_seconds = PATIENCE_SHARE * identity.stall_timeout
         seals, sealing = (None, self._sealing(own, began)) if in_memory else (seal_all, None)

@@ -40,6 +40,7 @@ class Disk:
     Args:
         store: Of the run.
         identity: Who saves.
+        resumed_from: The checkpoint that it began with.
 
     Attributes:
         in_memory: It is not this, but `Memory`.
@@ -48,8 +49,8 @@ class Disk:
 
     in_memory = False
 
-    def __init__(self, store: CheckpointStore, identity: Identity) -> None:
-        self.store, self.identity = store, identity
+    def __init__(self, store: CheckpointStore, identity: Identity, resumed_from: Ref | None = None) -> None:
+        self.store, self.identity, self._last = store, identity, resumed_from
         self.leads = identity.rank == 0
         self._mount = mount_point(store.run_dir) if self.leads else None
 
@@ -61,14 +62,16 @@ class Disk:
         """
 
     def prepare(self) -> None:
-        """On rank 0, before a checkpoint has its name: the directory for all of them is there.
+        """On rank 0, before a checkpoint has its name: the directory for all of them is there, and ours.
 
         Raises:
-            OSError: It cannot be made, or its volume is away: nothing is written where that was mounted.
+            OSError: It cannot be made, or its volume is away: nothing is written where that was mounted. Or without a
+                master it is another one than this run has locked.
         """
         place = self.store.run_dir
         if not place.exists() and is_away(self._mount, place):
             raise OSError(errno.ESTALE, "the volume that the run began on is not mounted here any more", str(place))
+        self.store.hold(self._last)
         place.mkdir(parents=True, exist_ok=True)
 
     def create(self, name: str) -> None:
@@ -113,7 +116,9 @@ class Disk:
             OSError: The manifest could not be written.
             CheckpointDamaged: Other files are there.
         """
+        self.store.check_held()
         seal(self.store.path(manifest.name), manifest)
+        self._last = manifest.ref
 
     def remove(self, name: str) -> Iterable[OSError]:
         """Deletes what a save has left that failed. On those that lead. What the file system would not do is said."""

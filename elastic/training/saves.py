@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dalsegno.protos.shortage import file_limit
 
-from ..checkpoint import CheckpointStore, Manifest, Order, Position, Ref
+from ..checkpoint import CheckpointStore, LocalLock, Manifest, Order, Position, Ref
 from ..checkpoint.spares import clear_spares
 from ..rank.collective import Collective
 from ..rank.exchange import Boundary
@@ -133,6 +133,7 @@ class Saves:
         identity, collective, link: The session's.
         resume: The resume point.
         keep: How many checkpoints stay, where no master says it; 0: all.
+        lock: Of the directory, on rank 0 of a run without a master.
 
     Attributes:
         saver: None: there is no directory.
@@ -144,11 +145,17 @@ class Saves:
     """
 
     def __init__(
-        self, identity: Identity, collective: Collective, link: Link | None, resume: ResumePoint | None, keep: int
+        self,
+        identity: Identity,
+        collective: Collective,
+        link: Link | None,
+        resume: ResumePoint | None,
+        keep: int,
+        lock: LocalLock | None = None,
     ) -> None:
         self._identity, self._collective, self._link, self._resume = identity, collective, link, resume
         self.keep, self.carries, self.unheard, self.by_script = keep, False, False, True
-        self.store = None if identity.run_dir is None else CheckpointStore(identity.run_dir)
+        self.store = None if identity.run_dir is None else CheckpointStore(identity.run_dir, lock)
         self.saver: Saver | None = None
         self._memory: bool | None = None
         if self.store is not None:

@@ -93,7 +93,7 @@ class BareSession(Measures):
         self.epoch, self.run_dir, self.resume = 0 if identity.alone else identity.epoch, identity.run_dir, resume
         self._step = 0 if resume is None else resume.step
         self._identity, self._collective, self._link, self._lock = identity, collective, link, lock
-        self.saves = Saves(identity, collective, link, resume, keep)
+        self.saves = Saves(identity, collective, link, resume, keep, lock)
         self._exchange = Exchange(collective, before=self.saves.verified)
         self.meetings = Meetings(collective, link, self._exchange.apart)
         self.tracking = Tracking(collective, self.saves.saver)
