@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dalsegno.elastic import Session, session
+from dalsegno.elastic import Session, background, session
 from dalsegno.elastic.checkpoint import CheckpointStore, DirectoryInUse, LocalLock
 from tests.support.checkpoints.memory import manifest_of
 
@@ -128,6 +128,20 @@ def test_a_save_under_way_seals_and_deletes_nothing_there(training: Session, run
     after = content(run)
     assert {path: after.get(path) for path in before} == before
     assert "step-3.e0.1/MANIFEST.json" not in after or ends == "fails"
+
+
+def test_nor_does_one_in_the_background(training: Session, run: Path) -> None:
+    before: dict[str, bytes] = {}
+
+    def state() -> dict[str, bytes]:
+        run.rename(run.with_name("aside"))
+        before.update(another(run, "step-2.e0.1"))
+        return {"model.pt": b"model"}
+
+    assert step(training, background(state)) is None
+    assert [one.name for one in CheckpointStore(run).sealed()] == ["step-2.e0.1"]
+    after = content(run)
+    assert {path: after.get(path) for path in before} == before
 
 
 def test_old_checkpoints_of_another_training_stay(training: Session, run: Path) -> None:
