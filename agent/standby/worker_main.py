@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import dataclasses
 import os
@@ -88,14 +89,19 @@ def _end(code: object) -> NoReturn:
 
 
 def _run_script(path: str) -> None:
-    """Runs a file as `__main__`, for good: what outlives the last line (threads, atexit) still finds its module."""
+    """Runs a file as `__main__`, for good: what outlives the last line (threads, atexit) still finds its module.
+
+    `__file__` is absolute, as Python has made it since 3.9, so that it still leads there when the script has gone to
+    another directory. Python leaves `..` in it, too: behind a symbolic link that is another directory.
+    """
+    path = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     take_first_path(os.path.dirname(os.path.realpath(path)))
     loader = SourceFileLoader("__main__", path)
     with open(path, "rb") as file:
         # Without `dont_inherit` the script would get this module's __future__ flags.
         code = compile(file.read(), path, "exec", dont_inherit=True)
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=path, __loader__=loader, __builtins__=__builtins__, __cached__=None)
+    main.__dict__.update(__file__=path, __loader__=loader, __builtins__=builtins, __cached__=None)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 

@@ -205,6 +205,42 @@ def test_a_worker_is_what_python_would_have_made_of_the_script(
         assert start_time(report["pid"]) is None
 
 
+@pytest.mark.parametrize("how", ["forked", "single", "hooks", "cold"])
+def test_a_script_with_a_relative_name_finds_what_lies_beside_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """As under Python: `__file__` is absolute and leads there from another directory, too; `sys.argv` is as typed."""
+    text = (
+        "import json, linecache, os, pickle, sys\n"
+        "class Thing: pass\n"
+        "os.chdir('/')\n"
+        "again = type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
+        "print(json.dumps([__file__, sys.argv[0], sys.path[0], (lambda: 0).__code__.co_filename, __loader__.path,\n"
+        "                  linecache.getline(__file__, 2), type(__builtins__).__name__, again]))\n"
+        "raise ValueError('no luck')\n"
+    )
+    script_in(node.directory, text)
+    here = node.directory / "scripts" / "runs"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    pool = None if how in ("hooks", "cold") else node.pool(1, fork=how == "forked")
+    hooks: dict[str, str] = {}
+    if how == "hooks":
+        (here.parent / "hook_of_nobody.py").write_text("def install() -> None: ...\n")
+        monkeypatch.setenv("PYTHONPATH", str(here.parent), prepend=os.pathsep)
+        hooks = {"DALSEGNO_HOOKS": "hook_of_nobody"}
+    context = node.workers(Script(sys.executable, ("-u", "../script.py")), 1, pool, **hooks)
+    context.start()
+    assert node.exits.get(timeout=30)[1] == 1
+    context.stop(0)
+    assert context.adopted == (pool is not None)
+    file = f"{here}/../script.py"
+    assert json.loads(Path(context.stdouts[0]).read_text()) == [
+        *(file, "../script.py", str(here.parent), file, file, "class Thing: pass\n", "module", True)
+    ]
+    assert f'File "{file}", line 7, in <module>' in Path(context.stderrs[0]).read_text()
+
+
 def test_a_traceback_shows_the_script_only(node: Node) -> None:
     """An error of an adopted script reads as under plain Python, and ends with status 1."""
     script = script_in(node.directory, "def f():\n    raise ValueError('no luck')\n\nf()\n")
