@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .own_modules import first_path, own_places, tops_in
+from .set_variables import early_variables
 
 __all__ = [
     "ALWAYS",
@@ -29,6 +30,7 @@ __all__ = [
     "asks_hub",
     "check_script",
     "dlrover_text",
+    "early_names",
     "expects_session",
     "is_archive",
     "knows_us",
@@ -88,6 +90,8 @@ _LATER = {
         "deepspeed?",
     ),
 }
+# These import nothing of Hugging Face's libraries, which read variables of the hub on their import.
+_READ_NO_HUB = ("torch", "numpy", "deepspeed", "dalsegno.elastic")
 # These ask Hugging Face's hub for models and data. A script that says where it is, or not to ask, knows better.
 _ASK_HUB = frozenset(
     {
@@ -396,14 +400,24 @@ def reads(script: Script, variable: str) -> bool:
 def modules_of(script: Path | str | None) -> tuple[str, ...]:
     """The heavy modules to import for a script, as far as its text, and that of its own modules, names them.
 
-    Not those that Python would find beside the script: they are the user's own. Nor what only these would need.
+    Not those that Python would find beside the script: they are the user's own. Nor what only these would need. And not
+    what reads a variable on its import which the script sets before that.
 
     Args:
         script: Its file; or the name of a module. Of one that is not below the working directory only the name counts,
             because finding its file could need imports. None: neither.
     """
+    return _ahead_of(script)[0]
+
+
+def early_names(script: Path | str | None) -> list[str]:
+    """The variables that the script sets before it imports what reads them: that is left out of `modules_of`."""
+    return _ahead_of(script)[1]
+
+
+def _ahead_of(script: Path | str | None) -> tuple[tuple[str, ...], list[str]]:
     if isinstance(script, Path) and _is_plain(script):
-        return ()
+        return (), []
     named = _named_by(script)
     theirs = tops_in(own_places(first_path(script)), (*ALWAYS, *_HEAVY))
     wanted = [
@@ -415,8 +429,13 @@ def modules_of(script: Path | str | None) -> tuple[str, ...]:
     later = [one for module in wanted for one in _LATER.get(module, ())]
     if "deepspeed" in wanted and "dalsegno.elastic" in wanted:
         later.append("dalsegno.elastic.deepspeed?")
-    modules = (*ALWAYS, *wanted, *later)
-    return tuple(name for name in modules if name.rstrip("?").partition(".")[0] not in theirs)
+    every = tuple(name for name in (*ALWAYS, *wanted, *later) if name.rstrip("?").partition(".")[0] not in theirs)
+    of_torch, of_hub = set[str](), set[str]()
+    for file in _own_files(script):
+        found = early_variables(text_of(file))
+        of_torch, of_hub = of_torch | found[0], of_hub | found[1]
+    modules = () if of_torch else tuple(name for name in every if not of_hub or name.startswith(_READ_NO_HUB))
+    return modules, sorted(of_torch | of_hub) if modules != every else []
 
 
 def _is_plain(script: Path) -> bool:

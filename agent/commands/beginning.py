@@ -18,12 +18,13 @@ from types import TracebackType
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
 from dalsegno.protos.shortage import file_limit, prove_descriptors, prove_room, starting
+from dalsegno.protos.text import few
 from dalsegno.protos.trace import trace_into
 
 from ..own_modules import first_path
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
-from ..script import Script, modules_of
+from ..script import Script, early_names, modules_of
 from ..shell.console import make_log_dir, set_up_logging
 from ..shell.output import Output
 from ..standby.nursery_start import NurserySpec, StartedNursery, start_nursery
@@ -33,7 +34,7 @@ from ..storage.preparing import prepare
 from .size import cards
 from .tuning import tune
 
-__all__ = ["Beginning", "Where", "made_directories", "nursery_spec", "script_of"]
+__all__ = ["Beginning", "Where", "kept_back", "made_directories", "nursery_spec", "script_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -188,13 +189,29 @@ def nursery_spec(
         None: no nursery is wanted (`ElasticAgent` says why).
     """
     script = script_of(options)
-    if not script.adoptable or options.virtual_local_rank or options.numa_binding is not None:
+    if not _has_nursery(script, options):
         return None
     environment = dict(environment)
     if _THREADS not in environment and _seems_to_have_several(options.nproc_per_node, environment):
         environment[_THREADS] = "1"
     first = first_path(script.source)
     return NurserySpec(modules_of(script.source), log, tuple(notices), environment, first=first)
+
+
+def kept_back(options: argparse.Namespace) -> list[str]:
+    """A line if standby workers do without some imports, because the script sets what is read there."""
+    script = script_of(options)
+    names = early_names(script.source) if _has_nursery(script, options) else []
+    if not names:
+        return []
+    return [
+        f"the script sets {few(names)} before its imports, which read that: its workers make these anew at each start,"
+        " and start later; set for dlrover-run instead, it costs nothing"
+    ]
+
+
+def _has_nursery(script: Script, options: argparse.Namespace) -> bool:
+    return script.adoptable and not options.virtual_local_rank and options.numa_binding is None
 
 
 def _seems_to_have_several(nproc: str, environment: Mapping[str, str]) -> bool:

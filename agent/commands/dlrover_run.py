@@ -179,9 +179,9 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
     if options.job_id is None:
         options.job_id = default_job_id(options, user_name())
         options.job_id_is_default = True
-    from .beginning import Beginning  # all that the checks above can do without
+    from .beginning import Beginning, kept_back  # all that the checks above can do without
 
-    notices = [*ignored(options), *idle_cards(options, os.environ), *of_dlrover]
+    notices = [*ignored(options), *idle_cards(options, os.environ), *of_dlrover, *kept_back(options)]
     with Beginning(options, notices, watch, output) as beginning:
         launch = launcher()  # the nursery's imports run beside it
         return int(launch.launch(options, beginning, watch, output.console))

@@ -15,6 +15,7 @@ from dalsegno.agent.script import (
     ScriptError,
     asks_hub,
     check_script,
+    early_names,
     expects_session,
     knows_us,
     module_file,
@@ -335,3 +336,61 @@ def test_a_package_comes_before_a_module_of_its_name(tmp_path: Path, monkeypatch
     Path("one", "__init__.py").write_text("")
     assert module_file("one") == Path("one", "__main__.py")
     check_script("one", module=True, no_python=False)
+
+
+SETS = 'import os\nos.environ["{0}"] = "/big"\nimport torch\nfrom transformers import Trainer\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "left"),
+    [
+        (SETS.format("HF_HOME"), ["HF_HOME"], {"torch", "deepspeed"}),
+        (SETS.format("TRANSFORMERS_VERBOSITY"), ["TRANSFORMERS_VERBOSITY"], {"torch", "deepspeed"}),
+        (SETS.format("OMP_NUM_THREADS"), ["OMP_NUM_THREADS"], set()),
+        (SETS.format("TORCH_COMPILE_DISABLE"), ["TORCH_COMPILE_DISABLE"], set()),
+        *((SETS.format(name), [], {"torch", "transformers"}) for name in ("TOKENIZERS_PARALLELISM", "WANDB_PROJECT")),
+        *((SETS.format(name), [], {"torch", "transformers"}) for name in ("CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")),
+        *((SETS.format(name), [], {"torch", "transformers"}) for name in ("TORCH_NCCL_BLOCKING_WAIT", "HF_TOKEN")),
+        (SETS.format("PYTORCH_CUDA_ALLOC_CONF"), [], {"torch", "transformers"}),
+        (SETS.format("PYTORCH_CUDA_ALLOC_CONF").replace("/big", "backend:x"), ["PYTORCH_CUDA_ALLOC_CONF"], set()),
+        # Nothing that reads it is imported ahead.
+        ('import os\nos.environ["HF_HOME"] = "/big"\nimport torch\n', [], {"torch"}),
+        # Its own process has read it by then, too.
+        ('import os, torch\nos.environ["OMP_NUM_THREADS"] = "8"\n', [], {"torch"}),
+        ('import os\nimport transformers\nos.environ["HF_HOME"] = "/big"\n', [], {"torch", "transformers"}),
+        ('import os, torch\nos.environ["HF_HOME"] = "/big"\nimport datasets\n', ["HF_HOME"], {"torch"}),
+        ('import os\nos.environ.get("OMP_NUM_THREADS")\nimport torch\n', [], {"torch"}),
+        ('import os\ndef set():\n    os.environ["OMP_NUM_THREADS"] = "8"\nimport torch\n', [], {"torch"}),
+        ('import os\nos.environ["OMP_NUM_THREADS"] = (\nimport torch\n', [], {"torch"}),
+    ],
+)
+def test_what_a_script_sets_before_its_imports_is_not_read_ahead_of_that(
+    tmp_path: Path, text: str, names: list[str], left: set[str]
+) -> None:
+    """As far as something reads it on its import, which would be over; the rest is imported ahead as always."""
+    (tmp_path / "train.py").write_text(text)
+    assert early_names(tmp_path / "train.py") == names
+    tops = {name.rstrip("?").partition(".")[0] for name in modules_of(tmp_path / "train.py")}
+    assert tops == left or (not names and left <= tops)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'os.environ.setdefault("HF_HOME", "/big")',
+        'os.environ.update({"HF_HOME": "/big"}, OTHER="1")',
+        'os.environ.update(HF_HOME="/big")',
+        'os.environ |= {"HF_HOME": "/big"}',
+        'os.environ |= dict(HF_HOME="/big")',
+        'os.putenv("HF_HOME", "/big")',
+        'from os import environ; environ["HF_HOME"] = "/big"',
+        'if True:\n    try:\n        os.environ["A"] = os.environ["HF_HOME"] = "/big"\n    finally:\n        pass',
+        "import mine",
+    ],
+)
+def test_it_is_seen_however_a_script_sets_it(tmp_path: Path, line: str) -> None:
+    """Also where a module of its own does."""
+    (tmp_path / "mine.py").write_text('import os\nos.environ["HF_HOME"] = "/big"\n')
+    (tmp_path / "train.py").write_text(f"import os\n{line}\nimport transformers\n")
+    assert early_names(tmp_path / "train.py") == ["HF_HOME"]
+    assert "transformers" not in modules_of(tmp_path / "train.py")

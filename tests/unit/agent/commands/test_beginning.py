@@ -13,7 +13,7 @@ import pytest
 
 from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import parse
-from dalsegno.agent.commands.beginning import made_directories, nursery_spec, script_of
+from dalsegno.agent.commands.beginning import kept_back, made_directories, nursery_spec, script_of
 from dalsegno.agent.script import modules_of
 from dalsegno.agent.shell import console
 from dalsegno.protos.contract import Variable
@@ -60,6 +60,17 @@ def test_the_nursery_gets_what_the_pool_would_give_it(script: str) -> None:
 @pytest.mark.parametrize("flags", [("--no-python",), ("--virtual-local-rank",), ("--numa-binding=node",)])
 def test_where_nothing_is_forked_there_is_none(script: str, flags: tuple[str, ...]) -> None:
     assert nursery_spec(parse(["--job-id=job", *flags, script], {}), LOG, (), {}) is None
+
+
+def test_people_hear_which_imports_are_not_made_ahead(tmp_path: Path) -> None:
+    """And what to do about it; where nothing is made ahead there is nothing to say."""
+    own = tmp_path / "own.py"
+    own.write_text('import os\nos.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "8"\nimport torch\n')
+    (line,) = kept_back(parse(["--job-id=job", str(own)], {}))
+    assert line.startswith("the script sets MKL_NUM_THREADS, OMP_NUM_THREADS before its imports, which read that: ")
+    assert not kept_back(parse(["--job-id=job", "--virtual-local-rank", str(own)], {}))
+    own.write_text("import torch\n")
+    assert not kept_back(parse(["--job-id=job", str(own)], {}))
 
 
 @pytest.mark.parametrize(("nproc", "given", "threads"), [("1", "", None), ("2", "", "1"), ("2", "4", "4")])
