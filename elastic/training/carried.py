@@ -60,11 +60,6 @@ class CarriedGradients:
         """Whether some optimizer uses such ones."""
         return any(habit.carries for habit in self._habits.values())
 
-    @property
-    def stepped(self) -> bool:
-        """Whether an optimizer has begun a step since the last boundary, or none is known."""
-        return bool(self._stepped) or not self._habits
-
     def boundary(self, step: int) -> None:
         """Step ``step`` is done."""
         used = _Used(self._stepped, [habit.used for habit in self._habits.values() if habit.used is not None])

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from ..data.batch import batch_in
 from ..rank import rng
+from ..rank.hooks import until_gone, weakly
 from ..rank.remarks import remark
 
 if TYPE_CHECKING:
@@ -34,10 +37,6 @@ class Due:
 
 class LoopRun(Protocol):
     """What happens at the boundaries of such a loop."""
-
-    @property
-    def stepped(self) -> bool:
-        """An optimizer has stepped since the last boundary, or none is known."""
 
     def passes(self, batch: Any) -> None:
         """The data stand behind this batch."""
@@ -84,10 +83,13 @@ class LeftLoop:
         self._closed = False
         # The generators as it was left in a step that does not count.
         self._generators: bytes | None = None
+        # An optimizer has begun a step in this body.
+        self._stepped = False
+        until_gone(self, register_optimizer_step_pre_hook(weakly(self._steps)))
 
     def begins(self, batch: Any) -> None:
         """The body has this batch now."""
-        self._batch, self._within = batch, True
+        self._batch, self._within, self._stepped = batch, True, False
 
     def ends(self) -> bool:
         """The body has come to its end. Returns whether it has ended the training."""
@@ -148,7 +150,12 @@ class LeftLoop:
     def _look(self) -> None:
         found, self._within = batch_in(self._batch), False
         self._trained = found is not None and found.trained
-        self._seems_trained = self._run.stepped if found is None else self._trained
+        # A training without any optimizer that is known steps in a way that nobody sees.
+        stepped = self._stepped or not self._session.unstepped.known
+        self._seems_trained = stepped if found is None else self._trained
+
+    def _steps(self, *_: Any) -> None:
+        self._stepped = True
 
 
 def say_what_was_left(session: BareSession, first: Any) -> None:

@@ -44,7 +44,7 @@ from .sources import (
     source_of,
 )
 from .survival import Survival
-from .whole_steps import WholeSteps
+from .whole_steps import WholeSteps, optimizers_in
 
 log = logging.getLogger(__name__)
 
@@ -298,6 +298,8 @@ class _Run:
         session.reports.saves_nothing = save is None
         # Where nothing is saved, nothing is lost by that alone.
         self._whole = None if save is None else WholeSteps(session, save)
+        # Also where nothing is saved steps are counted.
+        session.unstepped.known |= bool(optimizers_in(given))
         self._late, self._within = Due(), False
         self._survival = Survival(session, save, options, wanted=save is not None and bool(cadence.memory_every))
         # The position that the data give, or else the resume point's.
@@ -334,11 +336,6 @@ class _Run:
     def passes(self, batch: Any) -> None:
         """See `LoopRun`."""
         self._position = getattr(batch_in(batch) or batch, "position_after", self._position)
-
-    @property
-    def stepped(self) -> bool:
-        """See `LoopRun`."""
-        return self._whole is None or self._whole.stepped
 
     def look(self) -> None:
         """Behind a boundary at which the loop goes on. Collective."""

@@ -11,7 +11,7 @@ from ..rank.remarks import remark
 from .carried import LOOKS, CarriedGradients
 from .session import BareSession
 
-__all__ = ["WholeSteps"]
+__all__ = ["WholeSteps", "optimizers_in"]
 
 # In the first boundaries the ranks ask each other although none of them has seen anything: what one sees the others
 # hear with the next exchange only.
@@ -35,17 +35,12 @@ class WholeSteps:
     def __init__(self, session: BareSession, save: Any) -> None:
         self._session, self._boundaries = session, 0
         # A function that saves does not say of what.
-        optimizers = {*_optimizers_of(save), *session.unstepped.optimizers}
+        optimizers = {*optimizers_in(save), *session.unstepped.optimizers}
         self._seen = CarriedGradients(optimizers, remark if session.rank == 0 else _nothing)
         self._since: float | None = None
         # When the last step ended, and how long it took.
         self._at, self._seconds = time.monotonic(), 0.0
         self._said = False
-
-    @property
-    def stepped(self) -> bool:
-        """An optimizer has begun a step since the last boundary, or none is known."""
-        return self._seen.stepped
 
     def boundary(self, step: int) -> bool:
         """Step ``step`` is done. Returns whether an optimizer goes on behind it with what it has by now."""
@@ -92,7 +87,7 @@ def _nothing(*_: Any) -> None:
     """Rank 0 speaks for all."""
 
 
-def _optimizers_of(save: Any) -> list[Optimizer]:
+def optimizers_in(save: Any) -> list[Optimizer]:
     """Those in what a loop saves, as far as that shows."""
     called = getattr(save, "state", save)
     parts = getattr(getattr(called, "__self__", called), "parts", None)

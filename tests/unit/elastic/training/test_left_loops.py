@@ -135,6 +135,49 @@ def test_of_other_data_the_optimizer_tells_what_was_trained(tmp_path: Path, ends
         assert holds(tmp_path, one.weights)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("ends", list(ENDS))
+@pytest.mark.parametrize("lacks", ["save", "directory"])
+def test_it_tells_that_where_nothing_is_saved_too(tmp_path: Path, lacks: str, ends: str, trains: bool) -> None:
+    """What the run counts, notes and tells the agent depends on no save."""
+    with opened(tmp_path if lacks == "save" else None) as session:
+        one = Training(session)
+        for number in one.loop(list(range(9)), **({"save": None} if lacks == "save" else {})):
+            if trains or number < 2:
+                one.model(ROWS[:4]).sum().backward()
+                one.step()
+            if number == 2 and ENDS[ends](session):
+                break
+        session.finish()
+        assert session.step == 2 + trains
+    assert lacks == "directory" or finished_at(tmp_path) == 2 + trains
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_an_optimizer_that_was_made_before_the_session_is_known(tmp_path: Path, saves: bool) -> None:
+    """As soon as it is in what is saved, or makes a step."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with opened(tmp_path) as session:
+        save = TrainingState(session, model=model, optimizer=optimizer).write if saves else None
+        for number in session.steps(range(9), save=save):
+            if number == 2 - 2 * saves:
+                session.finish()
+            else:
+                model(ROWS[:4]).sum().backward()
+                optimizer.step()
+        assert session.step == finished_at(tmp_path) == 2 - 2 * saves
+
+
+def test_a_training_without_an_optimizer_counts_what_it_was_given() -> None:
+    """Nobody sees its steps."""
+    with opened() as session:
+        for number in session.steps(range(9)):
+            if number == 2:
+                session.finish()
+        assert session.step == 3
+
+
 def test_a_last_save_that_fails_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes out of `finish`; called again it tries again."""
     monkeypatch.setattr(saves, "LAST_SAVE_TRIES", 1)

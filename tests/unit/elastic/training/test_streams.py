@@ -23,6 +23,7 @@ from dalsegno.elastic.checkpoint import CheckpointStore
 from dalsegno.elastic.data.epochs import DataEpoch
 from dalsegno.elastic.data.fetching import Fetcher, Maker
 from dalsegno.elastic.data.fetching import Stream as Parts
+from dalsegno.elastic.rank.clearing import Unstepped
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.envelopes import Statement, Unlike, judge
 from dalsegno.elastic.rank.exchange import Exchange, Flags
@@ -168,6 +169,7 @@ class Alone:
         self.examination = Examination(0, False, 1, 1, False)
         self.copies, self.meetings, self.reports = Copies(Solo()), Meetings(Solo(), None), Reports(None)
         self.step, self.finished, self._exchange = 0, False, Exchange(Solo(), interval=0.0)
+        self.unstepped = Unstepped()
 
     def compare(self, alike: Any, *, problem: str = "", final: bool = True) -> None: ...
 
