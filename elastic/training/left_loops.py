@@ -18,6 +18,7 @@ from ..rank.remarks import remark
 
 if TYPE_CHECKING:
     from .session import BareSession
+    from .sources import BatchSource
 
 __all__ = ["Due", "LeftLoop", "say_what_was_left"]
 
@@ -72,10 +73,11 @@ class LeftLoop:
     Args:
         session: The process's.
         run: Of this loop.
+        source: Of its batches.
     """
 
-    def __init__(self, session: BareSession, run: LoopRun) -> None:
-        self._session, self._run = session, run
+    def __init__(self, session: BareSession, run: LoopRun, source: BatchSource[Any]) -> None:
+        self._session, self._run, self._source = session, run, source
         self._batch: Any = None
         # Its body runs; the step in which it was left was trained: as its batch knows, or as far as it shows.
         self._within = self._trained = self._seems_trained = False
@@ -101,6 +103,7 @@ class LeftLoop:
         if self._closed:
             return
         self._look()
+        self._source.last(trained=self._trained)
         if self._trained:
             self._run.passes(self._batch)
         if batch_in(self._batch) is not None:
@@ -129,12 +132,14 @@ class LeftLoop:
         if self._within:
             self._closed = True
             self._look()
+            self._source.last(trained=self._seems_trained)
             if self._seems_trained:
                 self._run.took(self._batch)
                 self._session.end_step()
             else:
                 self._session.abandon_step()
         elif self._seems_trained and not self._trained:
+            self._source.last(trained=True)
             self._run.passes(self._batch)
             self._session.count_left_step()
         self._seems_trained = False

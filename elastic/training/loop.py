@@ -250,7 +250,7 @@ def _loop(
 
     run.rehearse()
     ready = session.meet(ahead()) > 0
-    before, session.loop = session.loop, (loop := LeftLoop(session, run))
+    before, session.loop = session.loop, (loop := LeftLoop(session, run, source))
     if before is None or seed is None or not before.restore_rng():
         session.restore_rng(seed)
     if before is not None:

@@ -60,8 +60,12 @@ class BatchSource(ABC, Generic[T]):
     def ahead(self, limit: int) -> int:
         """Number of batches not taken yet, at most ``limit``; never more than there are."""
 
+    def last(self, *, trained: bool) -> None:
+        """Whether the batch that was taken last was trained. It was, as long as nobody says otherwise."""
+        return
+
     def files(self, rank: int) -> dict[str, bytes]:
-        """Its files in a checkpoint: the data's position after the last batch that was taken."""
+        """Its files in a checkpoint: the data's position after the last batch that was taken and trained."""
         return {}
 
 
@@ -136,7 +140,11 @@ class StatefulLoader(Unknown[T]):
     def __init__(self, data: Any, saved: Mapping[str, Any] | None) -> None:
         super().__init__(data)
         self._saved = saved
+        # Behind the batch that was taken last, and before it; None: at the beginning.
         self._state: Any = None
+        self._before: Any = None
+        self._taken: list[T] = []
+        self._untrained = False
 
     def go_on(self) -> str:
         """Moves the loader to where it stood. Returns why that failed; "": it succeeded, or nobody can tell.
@@ -147,6 +155,8 @@ class StatefulLoader(Unknown[T]):
             return ""
         self._state, self._ended = self._saved["state"], self._saved["ended"]
         if self._ended:  # if it were told of its end, a loader would begin anew
+            return ""
+        if self._state is None:  # nothing of it was trained
             return ""
         loader: Any = self._data
         try:
@@ -170,16 +180,22 @@ class StatefulLoader(Unknown[T]):
 
     def take(self) -> T:
         batch = super().take()
+        self._before, self._taken, self._untrained = self._state, [batch], False
         # Now, because the loader moves on when the next batch is fetched to see whether there is one. A copy, because
         # the loader may go on working with its state.
         loader: Any = self._data
         self._state = copy.deepcopy(loader.state_dict())
         return batch
 
+    def last(self, *, trained: bool) -> None:
+        self._untrained = not trained
+
     def files(self, rank: int) -> dict[str, bytes]:
+        state, following, ended = self._state, self._next, self._ended and not self._next
+        if self._untrained:
+            state, following, ended = self._before, self._taken, False
         # At the last step of a run the next batch was not fetched.
-        following = fingerprint(self._next) if self._next else None
-        held = {"state": self._state, "ended": self._ended and not self._next, "next": following}
+        held = {"state": state, "ended": ended, "next": fingerprint(following) if following else None}
         content = io.BytesIO()
         torch.save(loadable(held, f"the state of {kind(self._data)}"), content)
         return {file_name(rank): content.getvalue()}

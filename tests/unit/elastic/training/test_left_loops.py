@@ -22,6 +22,7 @@ from dalsegno.elastic.saving import tiers, writing
 from dalsegno.elastic.training import saves
 from dalsegno.elastic.training.session import BareSession
 
+from .test_sources import Numbers
 from .test_unsaved import opened
 
 ROWS = torch.arange(40, dtype=torch.float32).reshape(40, 1) / 40
@@ -176,6 +177,59 @@ def test_a_training_without_an_optimizer_counts_what_it_was_given() -> None:
             if number == 2:
                 session.finish()
         assert session.step == 3
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("ends", list(ENDS))
+def test_the_state_of_a_loader_is_that_behind_what_was_trained(
+    tmp_path: Path, ends: str, trains: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who resumes goes on with the batch that was handed out last, if it was not trained: each comes once."""
+    with opened(tmp_path) as session:
+        one = Training(session)
+        for number in one.loop(Numbers()):
+            if trains or number < 3:
+                one.model(ROWS[:4]).sum().backward()
+                one.step()
+            if number == 3 and ENDS[ends](session):
+                break
+        session.finish()
+    assert sealed(tmp_path) == [2 + trains]
+    with opened(tmp_path) as session, caplog.at_level(logging.WARNING):
+        assert list(session.steps(Numbers(), save=lambda path: None)) == [3, 4, 5][trains:]
+    assert "goes on with another batch" not in caplog.text
+
+
+def test_so_it_is_where_the_next_loop_makes_the_save(tmp_path: Path) -> None:
+    """It was put off over carried gradients, and the loop was left in the step behind."""
+    with opened(tmp_path) as session:
+        one = Training(session)
+        for number in one.loop(Numbers(), save_every=2):
+            if number == 3:
+                break
+            one.model(ROWS[:4]).sum().backward()
+            if number == 1:
+                one.step()
+        assert sealed(tmp_path) == []
+        next(one.loop(save=None))
+        assert sealed(tmp_path) == [2]
+    with opened(tmp_path) as session:
+        assert next(session.steps(Numbers(), save=lambda path: None)) == 3
+
+
+def test_a_loader_of_which_nothing_was_trained_begins_anew(tmp_path: Path) -> None:
+    """A second loop that ends with its first batch, before the work."""
+    with opened(tmp_path) as session:
+        one = Training(session)
+        for batch in one.loop():
+            one.train(batch)
+            if batch.step == 2:
+                break
+        for _ in one.loop(Numbers()):
+            session.finish()
+    assert sealed(tmp_path) == [2]
+    with opened(tmp_path) as session:
+        assert next(session.steps(Numbers(), save=lambda path: None)) == 1
 
 
 def test_a_last_save_that_fails_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
