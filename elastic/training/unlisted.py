@@ -76,7 +76,7 @@ class Unlisted:
 
     def tell_unsaved(self) -> None:
         """The same where somebody saves no more than a ``state_dict()``: buffers that have changed are named, too."""
-        if self._looks and not self._named and (changed := tuple(self.changed_buffers())):
+        if not self._named and (changed := tuple(self.changed_buffers())):
             self._named = True
             remark("%s", said(changed, "leave persistent=False out where it is registered"))
         self.tell()

@@ -140,6 +140,30 @@ def test_buffers_that_nobody_saves_are_named_once(caplog: pytest.LogCaptureFixtu
     assert attributes.startswith("Counting.calls, Counting._seen changed")
 
 
+def test_a_buffer_that_changes_late_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Attributes are looked at in the first saves only; each save compares the buffers, until one was named."""
+    model = Counting()
+    looked = Unlisted(model)
+    for _ in range(9):
+        looked.tell_unsaved()
+    model(torch.ones(1, 2))
+    looked.tell_unsaved()
+    (line,) = caplog.messages
+    assert line.startswith("warm changed while the model trained")
+
+
+def test_a_buffer_is_named_behind_an_attribute(caplog: pytest.LogCaptureFixture) -> None:
+    model = Counting()
+    looked = Unlisted(model)
+    model.calls += 1
+    looked.tell_unsaved()
+    model.warm += 1
+    looked.tell_unsaved()
+    attribute, buffer = caplog.messages
+    assert attribute.startswith("Counting.calls changed")
+    assert buffer.startswith("warm changed")
+
+
 def test_a_buffer_that_was_replaced_by_one_in_its_place() -> None:
     """Python gives the number of an object that is gone to the next one: that is not the same buffer."""
     model = Counting()
