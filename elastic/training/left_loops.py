@@ -74,10 +74,14 @@ class LeftLoop:
         session: The process's.
         run: Of this loop.
         source: Of its batches.
+
+    Attributes:
+        over: Its body runs no more.
     """
 
     def __init__(self, session: BareSession, run: LoopRun, source: BatchSource[Any]) -> None:
         self._session, self._run, self._source = session, run, source
+        self.over = False
         self._batch: Any = None
         # Its body runs; the step in which it was left was trained: as its batch knows, or as far as it shows.
         self._within = self._trained = self._seems_trained = False
@@ -100,6 +104,7 @@ class LeftLoop:
 
     def leave(self) -> None:
         """The body was left: a step whose micro-batches were all computed counts. Not collective."""
+        self.over = True
         if self._closed:
             return
         self._look()
