@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..checkpoint import Position
 from ..data.batch import batch_in
 from ..rank import rng
 from ..rank.hooks import until_gone, weakly
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from .session import BareSession
     from .sources import BatchSource
 
-__all__ = ["Due", "LeftLoop", "say_what_was_left"]
+__all__ = ["Due", "LeftLoop", "place_behind", "say_what_was_left"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Due:
 class LoopRun(Protocol):
     """What happens at the boundaries of such a loop."""
 
-    def passes(self, batch: Any) -> None:
-        """The data stand behind this batch."""
+    def passes(self, place: Position | None) -> None:
+        """The data stand here; None: nobody knows."""
 
     def took(self, batch: Any) -> None:
         """The batch was trained."""
@@ -83,6 +84,8 @@ class LeftLoop:
         self._session, self._run, self._source = session, run, source
         self.over = False
         self._batch: Any = None
+        # The data's position behind the batch in which it was left.
+        self._place: Position | None = None
         # Its body runs; the step in which it was left was trained: as its batch knows, or as far as it shows.
         self._within = self._trained = self._seems_trained = False
         # Its body has ended the training.
@@ -109,10 +112,10 @@ class LeftLoop:
             return
         self._look()
         self._source.last(trained=self._trained)
+        # Of the batch no more is kept: it may hold what the script trains, which may have to go with the world.
+        self._place, self._batch = place_behind(self._batch), None
         if self._trained:
-            self._run.passes(self._batch)
-        if batch_in(self._batch) is not None:
-            self._batch = None  # It holds what the script trains, which may have to go with the world.
+            self._run.passes(self._place)
         self._session.abandon_step(trained=self._trained)
         if not self._trained:
             self._generators = rng.capture()
@@ -145,7 +148,7 @@ class LeftLoop:
                 self._session.abandon_step()
         elif self._seems_trained and not self._trained:
             self._source.last(trained=True)
-            self._run.passes(self._batch)
+            self._run.passes(self._place)
             self._session.count_left_step()
         self._seems_trained = False
 
@@ -166,6 +169,12 @@ class LeftLoop:
 
     def _steps(self, *_: Any) -> None:
         self._stepped = True
+
+
+def place_behind(batch: Any) -> Position | None:
+    """The data's position behind a batch, if that says so."""
+    found = getattr(batch_in(batch) or batch, "position_after", None)
+    return found if isinstance(found, Position) else None
 
 
 def say_what_was_left(session: BareSession, first: Any) -> None:

@@ -23,7 +23,7 @@ from ..saving.resuming import check_strategy
 from . import saves
 from .bounds import check_data_epochs, check_steps
 from .examination import learn_loop
-from .left_loops import Due, LeftLoop, say_what_was_left
+from .left_loops import Due, LeftLoop, place_behind, say_what_was_left
 from .left_schedules import ScheduleWatch
 from .memory import MemorySaves
 from .rehearsal import rehearse, what_is_saved
@@ -256,6 +256,7 @@ def _loop(
     if before is not None:
         # With the generators as they are now: who resumes from there begins with this loop.
         run.owes(before.make_up(later=run.saves))
+        before = None  # Its data go now, with the workers that make them.
     while ready:
         batch = run.begins(source.take())
         # The step that begins now counts as one of those that are left.
@@ -324,7 +325,7 @@ class _Run:
         if found is not None:
             found.check_complete()
             self._learn(found)
-        self.passes(batch)
+        self.passes(place_behind(batch))
         step = self._session.step + 1
         # Until an optimizer steps a rank holds the boundary before, which is whole.
         self._within = self._whole is not None and self._whole.boundary(step)
@@ -333,9 +334,9 @@ class _Run:
         # The step's work is done. What follows are agreements and saves, which change nothing of the training.
         self._survival.mark(step, self._place())
 
-    def passes(self, batch: Any) -> None:
+    def passes(self, place: Position | None) -> None:
         """See `LoopRun`."""
-        self._position = getattr(batch_in(batch) or batch, "position_after", self._position)
+        self._position = place or self._position
 
     def look(self) -> None:
         """Behind a boundary at which the loop goes on. Collective."""

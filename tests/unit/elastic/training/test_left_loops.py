@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -311,6 +313,26 @@ def test_a_loop_of_ones_own_behind_one_that_was_left(tmp_path: Path, knows: bool
         assert sealed(tmp_path) == [first + 2] * saves_last
     if saves_last:
         assert CheckpointStore(tmp_path).sealed()[-1].position == Position(1, 8)
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["batches", "other data"])
+def test_a_loop_that_was_left_does_not_outlive_the_beginning_of_the_next(tmp_path: Path, knows: bool) -> None:
+    """Its loader has workers, and its batch may lie on a card."""
+    with opened(tmp_path) as session:
+        one = Training(session)
+        for batch in one.loop(None if knows else (ROWS[n : n + 4].clone() for n in (0, 4))):
+            if knows:
+                one.train(batch)
+            break
+        last, data, loop = weakref.ref(batch), weakref.ref(session.loop._source), weakref.ref(session.loop)
+        del batch
+        gc.collect()
+        assert knows or last() is None  # `Batches` have theirs in hand
+        goes_on = one.loop()
+        next(goes_on)
+        gc.collect()
+        assert loop() is None
+        assert data() is None
 
 
 @pytest.mark.parametrize("best", [True, False])
