@@ -34,7 +34,7 @@ from .file_check import FileCheck
 from .names import Names
 from .outcomes import Outcomes, SaveError
 from .save_errors import Failed, kept, problem, trouble
-from .saving_reports import Count, SavingReports, bytes_below
+from .saving_reports import Count, SavingReports, Written, bytes_below
 from .sealing import Sealing
 from .staging import HostBuffers, wait_for_cards
 from .stranded import Unawaited, unless_stranded
@@ -419,7 +419,7 @@ class Saver:
         path = own.path
         error: BaseException | None = None
         link = self._link if self._identity.local_rank == 0 else None
-        with SavingReports(link, own.name, lambda: bytes_below(path), path), Summed(own.tier.check_room) as summed:
+        with SavingReports(link, own.name, Written(path).read, path), Summed(own.tier.check_room) as summed:
             try:
                 own.tier.enter(own.name, create=create_directory)
                 write(path)

@@ -3,7 +3,7 @@
 Its error is caught, so that the save fails on all ranks and none has to end. It then waits for the others in the
 session's group. Where there is a collective in what they save with (a barrier behind rank 0's write), they wait there
 for this rank, and nobody would ever say that the disk is full. From here that looks like ranks that still write, except
-that nothing grows. So this rank says what it has, and ends after a while, which breaks their collective.
+that no file changes. So this rank says what it has, and ends after a while, which breaks their collective.
 
 It sees what its own node sees: neither another one's memory nor, at once, what that writes to a volume. Where an agent
 is there and the world has several nodes it leaves its end to the master, which hears what each of them writes.
@@ -25,7 +25,7 @@ from .apart import PATIENCE_SHARE
 from .content import Own
 from .outcomes import SaveError
 from .save_errors import describe
-from .saving_reports import SavingReports, bytes_below
+from .saving_reports import SavingReports, Written
 
 # Seconds after which it is said, and between two looks at what the others write.
 SAY_SECONDS, LOOK_SECONDS = 10.0, 2.0
@@ -56,7 +56,7 @@ def unless_stranded(
     patience = ALONE_SECONDS if identity.alone else PATIENCE_SHARE * identity.stall_timeout
     if not identity.alone and identity.nodes > 1:
         patience = 0.0
-    size = (lambda: bytes_below(own.path)) if own.name else (lambda: 0)
+    size = Written(own.path).read if own.name else (lambda: 0)
     stranded = Stranded(identity.rank, own, said["text"], patience, size, identity.stall_timeout)
     # The master's patience is that with a save for as long as this waits, not that with a step.
     try:

@@ -13,7 +13,7 @@ import pytest
 from dalsegno.elastic.checkpoint import CheckpointStore, Position
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity
-from dalsegno.elastic.saving import saving, tiers
+from dalsegno.elastic.saving import saving, saving_reports, tiers
 from tests.support.workers.fake_link import FakeLink
 from tests.support.workers.threads import Threads, together
 
@@ -48,6 +48,17 @@ def test_no_part_of_a_save_begins_anew(tmp_path: Path, monkeypatch: pytest.Monke
 
 def _model(path: Path) -> None:
     (path / "model.pt").write_bytes(bytes(1000))
+
+
+def test_what_is_written_in_a_file_that_has_its_size_counts(tmp_path: Path) -> None:
+    """A memory map: one more each time that something has changed, so that nobody takes it for a save that hangs."""
+    (tmp_path / "mapped").write_bytes(bytes(1000))
+    written = saving_reports.Written(tmp_path)
+    assert [written.read(), written.read()] == [1000, 1000]
+    os.utime(tmp_path / "mapped", ns=(0, 1))
+    assert [written.read(), written.read()] == [1001, 1001]
+    (tmp_path / "other").write_bytes(bytes(10))
+    assert [written.read(), written.read()] == [1011, 1011]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTDIR])

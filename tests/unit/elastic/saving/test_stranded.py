@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +98,39 @@ def test_it_says_so_once_and_ends_when_nothing_has_grown(
     (said,) = caplog.messages
     assert said.startswith("rank 1 cannot save its part of step-5.e1.1, and the other ranks have not come yet: OSErr")
     assert "in 300 s without a byte from them it ends" in said
+
+
+def blocks(path: Path, seconds: int) -> None:
+    with path.open("rb+") as file:
+        file.seek(seconds * 8192)
+        file.write(b"x" * 4096)
+    os.utime(path, ns=(0, 0))
+
+
+def times(path: Path, seconds: int) -> None:
+    os.utime(path, ns=(0, seconds))
+
+
+@pytest.mark.parametrize("writes", [blocks, times])
+def test_who_writes_in_a_file_that_has_its_size_is_not_silent(
+    tmp_path: Path, clock: Clock, codes: list[int], writes: Callable[[Path, int], None]
+) -> None:
+    """A memory map, or one whose blocks were asked for first."""
+    directory = tmp_path / "step-5.e1.1"
+    directory.mkdir()
+    with (directory / "mapped").open("wb") as file:
+        file.truncate(1000 * 8192)
+    times(directory / "mapped", 0)
+    asked = waiting(tmp_path, FULL).asked
+    assert asked is not None
+    for seconds in range(0, 900, 100):
+        clock.now = 1000.0 + seconds
+        writes(directory / "mapped", seconds)
+        assert asked() is False
+    clock.now += 300.0
+    with pytest.raises(SaveError, match="the disk is full"):
+        asked()
+    assert codes == [1]
 
 
 def test_where_the_disk_is_never_stuck_it_waits(
