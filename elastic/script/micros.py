@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..data.batch import Batch
 from ..data.micro_batch import MicroBatch
+from ..rank.clearing import listen
 from ..rank.remarks import remark
 from ..training.accumulation import Accumulation
 
@@ -21,27 +22,67 @@ class Micros(Accumulation):
 
     Args:
         model, optimizers: See `Accumulation`.
+        schedules: Of learning rates; they step behind the loop, too.
     """
 
-    def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
+    def __init__(self, model: nn.Module, *optimizers: Optimizer, schedules: Iterable[Any] = ()) -> None:
         super().__init__(model, *optimizers)
-        self._inside = False
+        self._inside = self._said = False
         self._training: bool | None = None
+        self._schedules = [one for one in schedules if hasattr(one, "last_epoch")]
         # In the first step: a gradient that must not be cleared between micro-batches.
         self._watched: tuple[nn.Parameter, Tensor] | None = None
+        self._first = True
         self._watch = not self._engine and not self._sharded and not _moves_gradients(model)
+        listen(self)
 
     def _micro_batches(self, batch: Batch[T]) -> Iterator[MicroBatch[T]]:
         try:
             for micro in super()._micro_batches(batch):
                 self._inside = True
+                stood = [one.last_epoch for one in self._schedules]
                 yield micro
-                if self._watch and batch.accumulation > 1:
+                self._look_at_schedules(stood, batch.step)
+                if self._watch and self._first and batch.accumulation > 1:
                     self._look_at_gradients(batch.step)
         finally:
             self._inside, self._watched = False, None
-        self._watch = False
+        self._first = False
         self._look_at_mode(batch.step)
+
+    def clears(self, owner: Optimizer | nn.Module) -> None:
+        """See `ClearListener`. An engine clears gradients in its own step, which belongs inside.
+
+        Raises:
+            RuntimeError: Gradients of earlier micro-batches would be gone.
+        """
+        if not self._inside or self._engine or self._batch is None or self._batch.handed_out < 2:
+            return
+        ours = {id(parameter) for parameter in self.model.parameters()}
+        for optimizer in self.optimizers:
+            ours.update(id(parameter) for parameter in _parameters_of(optimizer))
+        if not any(id(one) in ours and one.grad is not None for one in _parameters_of(owner)):
+            return
+        if self._first:
+            raise RuntimeError(_cleared(self._batch.step))
+        if not self._said:
+            self._said = True
+            remark("%s", _cleared(self._batch.step))
+
+    def cleared(self, owner: Optimizer | nn.Module) -> None:
+        """See `ClearListener`."""
+
+    def made(self, optimizer: Optimizer) -> None:
+        """See `ClearListener`."""
+
+    def _look_at_schedules(self, stood: list[Any], step: int) -> None:
+        """Raises RuntimeError if a schedule has moved."""
+        for one, before in zip(self._schedules, stood, strict=True):
+            if one.last_epoch != before:
+                raise RuntimeError(
+                    f"{type(one).__name__} steps inside `for micro in batch` (step {step}), once for each of the "
+                    "micro-batches, whose number depends on the number of ranks: call it behind that loop"
+                )
 
     def _look_at_gradients(self, step: int) -> None:
         """Raises RuntimeError if the gradients of earlier micro-batches are gone."""
@@ -49,10 +90,7 @@ class Micros(Accumulation):
             found = ((p, p.grad) for p in self.model.parameters() if p.grad is not None and _grows_in_place(p.grad))
             self._watched = next(found, None)
         elif self._watched[0].grad is not self._watched[1]:
-            raise RuntimeError(
-                f"the gradients of step {step} were cleared between its micro-batches: call optimizer.zero_grad() "
-                "behind `for micro in batch`, once for all of them"
-            )
+            raise RuntimeError(_cleared(step))
 
     def _look_at_mode(self, step: int) -> None:
         training = self.model.training
@@ -68,9 +106,24 @@ class Micros(Accumulation):
         if self._inside and self._batch is not None:
             raise RuntimeError(
                 f"the optimizer steps inside `for micro in batch` (step {self._batch.step}), where the gradient is "
-                "that of a part of the global batch: call optimizer.step() behind that loop"
+                "that of a part of the global batch: call optimizer.step() behind that loop, with clipping, "
+                "zero_grad() and the scheduler's step()"
             )
         super()._before_optimizer(*arguments)
+
+
+def _cleared(step: int) -> str:
+    return (
+        f"the gradients of step {step} were cleared between its micro-batches: call optimizer.zero_grad() behind "
+        "`for micro in batch`, once for all of them"
+    )
+
+
+def _parameters_of(owner: Optimizer | nn.Module) -> Iterable[Tensor]:
+    """Those whose gradients its ``zero_grad`` clears."""
+    if isinstance(owner, nn.Module):
+        return owner.parameters()
+    return (parameter for group in owner.param_groups for parameter in group["params"])
 
 
 def _grows_in_place(gradient: Tensor) -> bool:

@@ -122,7 +122,8 @@ class ScriptState(TrainingState):
         if is_engine(called):
             raise ValueError("this model is trained by a DeepSpeed engine: give s.engine(engine), not s.state(model)")
         if self._micros is None or self._micros.model is not called:
-            self._micros = Micros(called, *(part for part in self.parts.values() if isinstance(part, Optimizer)))
+            parts = list(self.parts.values())
+            self._micros = Micros(called, *(part for part in parts if isinstance(part, Optimizer)), schedules=parts)
         return self._micros
 
     def saving(self, *, beside: bool) -> Write:

@@ -58,6 +58,28 @@ def leave_inside(script: Script, batch: Any) -> None:
     script.optimizer.step()
 
 
+def zero_inside(script: Script, batch: Any) -> None:
+    for micro in batch:
+        script.optimizer.zero_grad(set_to_none=False)
+        micro.scale(script.loss(micro.data)).backward()
+    script.optimizer.step()
+
+
+def zero_the_model_inside(script: Script, batch: Any) -> None:
+    for micro in batch:
+        micro.scale(script.loss(micro.data)).backward()
+        script.model.zero_grad(set_to_none=False)
+    script.optimizer.step()
+
+
+def clear_at_first(script: Script, batch: Any) -> None:
+    for number, micro in enumerate(batch):
+        if number == 0:
+            script.optimizer.zero_grad()
+        micro.scale(script.loss(micro.data)).backward()
+    script.optimizer.step()
+
+
 @pytest.mark.parametrize("micro_batch", [16, 4])
 @brings(
     "`optimizer.step()` inside `for micro in batch`, also where a rank has only one micro-batch",
@@ -66,19 +88,81 @@ def leave_inside(script: Script, batch: Any) -> None:
     "call it behind that loop",
 )
 def test_a_step_inside(micro_batch: int) -> None:
-    """Before the weights have moved."""
-    refused(micro_batch, step_inside, r"call optimizer\.step\(\) behind that loop")
+    """Before the weights have moved. The line names what else belongs there."""
+    refused(micro_batch, step_inside, r"call optimizer\.step\(\) behind that loop, with clipping, zero_grad\(\) and")
 
 
 @brings(
-    "`optimizer.zero_grad()` inside `for micro in batch`",
+    "`optimizer.zero_grad()` or `model.zero_grad()` inside `for micro in batch`",
     Comes.REFUSED,
-    "only the last micro-batch's gradient would be left. Seen in the first step that has several",
+    "only the last micro-batch's gradient would be left. Seen in the first step that has several; in later ones a line "
+    "says it (a script may drop a loss that is no number). What a script writes to gradients by itself "
+    "(`p.grad.zero_()`, clipping) nobody sees",
     "call it behind that loop",
 )
-def test_gradients_cleared_inside() -> None:
+@pytest.mark.parametrize("body", [clear_inside, zero_inside, zero_the_model_inside])
+def test_gradients_cleared_inside(body: Any) -> None:
     """Before the optimizer steps."""
-    refused(4, clear_inside, r"cleared between its micro-batches: call optimizer\.zero_grad\(\) behind")
+    refused(4, body, r"cleared between its micro-batches: call optimizer\.zero_grad\(\) behind")
+
+
+def test_gradients_cleared_before_the_first_micro_batch() -> None:
+    """Nothing of the step is lost."""
+    script = Script(4)
+    for batch in script.s.steps(script.data, script.state, max_steps=3):
+        clear_at_first(script, batch)
+
+
+def test_other_gradients_may_be_cleared_inside() -> None:
+    """Of another model, which is trained in between."""
+    script = Script(4)
+    other = nn.Linear(4, 1)
+    beside = torch.optim.SGD(other.parameters(), lr=0.1)
+    for micro in script.first():
+        beside.zero_grad()
+        other(micro.data[:, :4]).sum().backward()
+        beside.step()
+        micro.scale(script.loss(micro.data)).backward()
+
+
+def test_gradients_cleared_inside_later(caplog: pytest.LogCaptureFixture) -> None:
+    """A loss that is no number, say: one line, and the training goes on."""
+    script = Script(4)
+    for batch in script.s.steps(script.data, script.state, max_steps=4):
+        for number, micro in enumerate(batch):
+            micro.scale(script.loss(micro.data)).backward()
+            if batch.step > 1 and number == 2:
+                script.optimizer.zero_grad()
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    said = [line for line in caplog.messages if "were cleared between its micro-batches" in line]
+    assert len(said) == 1
+    assert said[0].startswith("the gradients of step 2 were cleared between its micro-batches")
+
+
+@brings(
+    "`scheduler.step()` inside `for micro in batch`, of a scheduler of `s.state`",
+    Comes.REFUSED,
+    "it would step once for each micro-batch, whose number depends on the number of ranks",
+    "call it behind that loop",
+)
+@pytest.mark.parametrize("micro_batch", [16, 4])
+def test_a_schedule_that_steps_inside(micro_batch: int) -> None:
+    """Before the optimizer steps."""
+    script = Script(micro_batch)
+    script.s.close()
+    s = session()
+    schedule = torch.optim.lr_scheduler.StepLR(script.optimizer, 1)
+    state = s.state(script.model, script.optimizer, schedule)
+    data = s.data(torch.randn(100, 5), global_batch=16, micro_batch=micro_batch)
+    batch = next(iter(s.steps(data, state, max_steps=2)))
+    micros = iter(batch)
+    micro = next(micros)
+    micro.scale(script.loss(micro.data)).backward()
+    with pytest.warns(UserWarning, match="before"):
+        schedule.step()
+    with pytest.raises(RuntimeError, match=r"StepLR steps inside .* \(step 1\).*call it behind that loop"):
+        next(micros)
 
 
 @brings(
