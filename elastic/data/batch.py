@@ -139,8 +139,13 @@ class Batch(Generic[T]):
 
 def batch_in(item: Any) -> Batch[Any] | None:
     """The `Batch` that a loop got, alone or beside something else (``enumerate``, ``zip``); None: there is none."""
+    return next(iter(batches_in(item)), None)
+
+
+def batches_in(item: Any) -> list[Batch[Any]]:
+    """Each `Batch` that a loop got at a time; the place of the first one is the run's."""
     parts = item if isinstance(item, tuple | list) else (item,)
-    return next((part for part in parts if isinstance(part, Batch)), None)
+    return [part for part in parts if isinstance(part, Batch)]
 
 
 class Total:

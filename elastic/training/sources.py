@@ -13,6 +13,7 @@ import io
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Number
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,8 +23,9 @@ from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSamp
 
 from ..checkpoint import Position
 from ..checkpoint.files import write_exclusive
-from ..data.batch import batch_in
+from ..data.batch import Batch, batch_in, batches_in
 from ..data.batches import Batches
+from ..data.sampler import check_cut, check_order
 from ..rank.agreement import PART
 from ..rank.remarks import remark
 from ..rank.tensor_bytes import bytes_of
@@ -41,6 +43,7 @@ INSTEAD = (
     "give Batches, whose order continues in any world, or a loader with state_dict and load_state_dict (torchdata's "
     "StatefulDataLoader); or, where the script itself has moved the data to session.step, say so: steps(advanced=True)"
 )
+ONE_DATA_SET = "make one data set of both (torch's StackDataset), or draw the other's samples by batch.step"
 
 
 class BatchSource(ABC, Generic[T]):
@@ -125,6 +128,50 @@ class Unknown(BatchSource[T]):
         """The `Batches` that made the next batch, if something passes theirs on: a progress bar, a generator."""
         batch = batch_in(self._next[0]) if self._next else None
         return None if batch is None else batch.made_by
+
+    def check_one_place(self) -> None:
+        """Checks that what a loop gets at a time stands at one place in the data, as only one is saved.
+
+        Raises:
+            ValueError: There is a second `Batch` that would not go on where the first one does.
+        """
+        found = batches_in(self._next[0]) if self._next else []
+        if not all(_stands_with(found[0], other) for other in found[1:]):
+            raise ValueError(
+                f"{kind(self._data)} gives {len(found)} batches at a time, which do not go on at the same place in the "
+                f"same order of samples, and one place is saved: {ONE_DATA_SET}"
+            )
+
+    @property
+    def loses(self) -> bool:
+        """Whether ``zip`` gives something beside the next batch that will begin anew, unlike that: not numbers."""
+        zipped = getattr(self._data, "iterable", self._data)  # a progress bar has it inside
+        if type(zipped) is not zip or self.place is None:
+            return False
+        item: Any = self._next[0]
+        return not all(isinstance(part, Batch) or _is_plain(part) for part in item)
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether it is none of what a loader gives: a number, a name."""
+    return part is None or isinstance(part, Number | str) or (isinstance(part, torch.Tensor) and not part.dim())
+
+
+def _stands_with(first: Batch[Any], other: Batch[Any]) -> bool:
+    """Whether a run that goes on behind the first one goes on behind the other one, too."""
+    if other is first:
+        return True
+    one, two = first.made_by, other.made_by
+    if one is None or two is None or (first.position, first.position_after) != (other.position, other.position_after):
+        return False
+    if one is not two and not one.order.length:  # a stream, which ends where it ends
+        return False
+    try:
+        check_order(one.order, two.order)
+        check_cut(one.cut, two.cut)
+    except ValueError:
+        return False
+    return True
 
 
 class StatefulLoader(Unknown[T]):
@@ -274,6 +321,8 @@ def begin(data: Iterable[T], *, advanced: bool) -> Unknown[T] | None:
     found = Unknown(data)
     try:
         found.ahead(1)
+        if not given:
+            found.check_one_place()
     except Exception as error:  # the other ranks must hear of every error before this one ends
         found.failure = error
     return found
@@ -374,6 +423,12 @@ def say_what_cannot_resume(source: BatchSource[Any], data: Any, world_size: int)
             "its first samples again, which is refused; %s",
             kind(data),
             INSTEAD,
+        )
+    elif isinstance(source, Unknown) and source.loses:
+        remark(
+            "what zip gives beside the batches begins anew at each start, while they go on, as only their place is "
+            "saved: %s",
+            ONE_DATA_SET,
         )
 
 

@@ -99,6 +99,8 @@ CASES = {
     "generator, another order": Told("looped", {"around": "generator", "seed": 4}, after="generator"),
     "enumerate": Told("looped", {"around": "enumerate", "max_steps": 2}),
     "enumerate again": Told("looped", {"around": "enumerate"}, after="enumerate"),
+    "zip": Told("looped", {"around": "zip", "max_steps": 2}),
+    "zip again": Told("looped", {"around": "zip"}, after="zip"),
     "left, a list": Told("listed", {"leave": 2}),
     "left": Told("looped", {"leave": 2}),
     "left at its end": Told("looped", {"leave": 3, "max_steps": 3}),
@@ -286,7 +288,7 @@ def test_batches_behind_something_are_compared(came: dict[str, Came], name: str)
     Comes.ROUNDED,
     "each batch knows where it stands, and the checkpoint has the order and the cut: any number of ranks goes on",
 )
-@pytest.mark.parametrize("name", ["generator", "enumerate"])
+@pytest.mark.parametrize("name", ["generator", "enumerate", "zip"])
 def test_batches_behind_something_are_resumed(came: dict[str, Came], name: str) -> None:
     """Their order and cut are in the checkpoint, and so is where they stand."""
     assert [one.order is not None and one.cut is not None for one in came[name].sealed()] == [True] * 2

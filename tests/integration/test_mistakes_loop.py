@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from dalsegno.elastic import session
+from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, session
 from tests.support.pages.mistakes import Comes, brings
 
 
@@ -328,3 +332,89 @@ def test_a_buffer_that_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture, l
     assert ("the model's bank has the shape [1] now" in refused) is not late, refused
     said = [line for line in caplog.messages if "before it loads, the run goes on at no other start" in line]
     assert len(said) == late
+
+
+def batches_of(s: Any, length: int = 40, *, seed: int = 1) -> Batches[Any]:
+    """Four samples in a step."""
+    sampler, plan = ElasticSampler(length, 4, seed=seed), BatchPlan(4, s.world_size, 4)
+    return Batches(torch.arange(float(length)), sampler, plan, s.rank, resume=s.resume)
+
+
+class Bar:
+    """A progress bar, as tqdm's."""
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Any:
+        yield from self.iterable
+
+
+def zipped(directory: Path, beside: Callable[[Any], Any], steps: int, around: Any = iter) -> list[Any]:
+    """The samples of each step of a loop over ``zip``, and what comes beside them."""
+    seen: list[Any] = []
+    with session(directory) as s:
+        data = around(zip(batches_of(s), beside(s), strict=False))
+        for batch, other in s.steps(data, max_steps=steps, save=lambda path: path.joinpath("x").touch()):
+            seen.append([sample for micro in batch.micro_batches for sample in micro.data.tolist()])
+            if hasattr(other, "micro_batches"):
+                seen.append([sample for micro in other.micro_batches for sample in micro.data.tolist()])
+    return seen
+
+
+def loader(_: Any) -> Any:
+    return cycle(DataLoader(torch.arange(12.0), batch_size=2))
+
+
+@brings(
+    "`zip` of `Batches` and a second loader (unlabelled samples, another task's)",
+    Comes.SAID,
+    "the run's place is that of the `Batches`; what comes beside them begins anew at each start. (Numbers beside them, "
+    "`zip(batches, range(n))`, are not named)",
+    "one data set of both (torch's `StackDataset`), or draw the other's samples by `batch.step`",
+)
+@pytest.mark.parametrize("around", [iter, Bar])
+def test_a_loader_beside_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture, around: Any) -> None:
+    """At the run's start, once."""
+    zipped(tmp_path, loader, 2, around)
+    (line,) = [one for one in caplog.messages if "begins anew at each start" in one]
+    assert line.startswith("what zip gives beside the batches")
+    caplog.clear()
+    zipped(tmp_path, loader, 4, around)
+    assert not [one for one in caplog.messages if "begins anew" in one]
+
+
+@pytest.mark.parametrize("beside", [range(9), count(), np.arange(9), torch.linspace(1, 0, 9), ["a"] * 9, [None] * 9])
+def test_numbers_beside_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture, beside: Any) -> None:
+    """Nobody trains with them what a place in the data would say."""
+    seen = zipped(tmp_path, lambda _: beside, 2) + zipped(tmp_path, lambda _: beside, 10)
+    assert sorted(sample for step in seen for sample in step) == list(map(float, range(40)))
+    assert caplog.messages == []
+
+
+@brings(
+    "`zip` of two `Batches` of other lengths, seeds or places",
+    Comes.REFUSED,
+    "one place in the data is saved, and no start could go on with both",
+    "one data set of both (torch's `StackDataset`), or draw the other's samples by `batch.step`",
+)
+@pytest.mark.parametrize("other", [{"length": 80}, {"seed": 2}])
+def test_two_batches_at_a_time(tmp_path: Path, other: Any) -> None:
+    """Before the first step. It was refused where the run was to go on."""
+    with pytest.raises(ValueError, match=r"gives 2 batches at a time.*make one data set of both"):
+        zipped(tmp_path, lambda s: batches_of(s, **other), 2)
+
+
+def test_two_batches_that_stand_alike_go_on_alike(tmp_path: Path) -> None:
+    """Two views of the same samples: where the first one goes on, so does the other."""
+    seen = zipped(tmp_path, batches_of, 2) + zipped(tmp_path, batches_of, 10)
+    assert seen[::2] == seen[1::2]
+    assert sorted(sample for step in seen[::2] for sample in step) == list(map(float, range(40)))
+
+
+def test_batches_of_two_steps_at_a_time(tmp_path: Path) -> None:
+    """The place behind the first one would be saved, and the second one be trained again."""
+    with session(tmp_path) as s:
+        batches = iter(batches_of(s))
+        with pytest.raises(ValueError, match="gives 2 batches at a time"):
+            s.steps(zip(batches, batches, strict=False), max_steps=2, save=lambda path: None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ AROUND: dict[str, Any] = {
     "nothing": lambda batches: batches,
     "generator": Around,
     "enumerate": enumerate,
+    "zip": lambda batches: zip(count(), batches, strict=False),
     "failing": lambda batches: map(unreadable, batches),
 }
 
