@@ -12,12 +12,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ..rank import rng
 from .fetching import begun
 from .looking import Inspected, Inspection, look_at, name_of
 from .prints import print_of
+from .stand_in import StandIn, parts_of
 
 log = logging.getLogger(__name__)
 
@@ -113,24 +114,12 @@ class FirstSamples:
         return {"prints": self._prints, "varies": seen.prints != {name_of(0): self._all}}
 
 
-class _Looked(Dataset[Inspected]):
-    """A data set that is asked for looks. A ``worker_init_fn`` that asks torch for the data set finds all of it."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.__dict__["_looked"] = dataset
+class _Looked(StandIn[Inspected]):
+    """A data set that is asked for looks."""
 
     def __getitem__(self, look: Inspection) -> Inspected:
-        dataset = self.__dict__["_looked"]
+        dataset, _ = parts_of(self)
         return look_at(dataset, dataset.__getitem__, look)
-
-    def __getattr__(self, name: str) -> Any:
-        # Not what Python itself asks for, above all while this is unpickled.
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__dict__["_looked"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_looked"], name, value)
 
 
 def _as_is(data: Any) -> Any:

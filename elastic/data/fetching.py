@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ..checkpoint import Position
@@ -24,6 +24,7 @@ from .looking import Inspected, Inspection, look_at, name_of
 from .plan import BatchPlan, Slice
 from .prints import print_of
 from .sampler import ElasticSampler
+from .stand_in import StandIn, parts_of
 
 T = TypeVar("T")
 
@@ -225,35 +226,39 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
         return iter(loader)
 
 
-class Fetcher(Dataset["T | Inspected"]):
+class Fetcher(StandIn["T | Inspected"]):
     """A map-style data set whose items are micro-batches."""
 
     def __init__(self, dataset: Any, maker: Maker[T], epoch: DataEpoch) -> None:
-        self.dataset, self.maker, self.epoch = dataset, maker, epoch
+        super().__init__(dataset, (maker, epoch))
 
     def __getitem__(self, part: PlannedMicroBatch | Inspection) -> T | Inspected:
+        dataset, (maker, epoch) = parts_of(self)
         if isinstance(part, Inspection):
-            self.epoch.tell(part.data_epoch)
-            return look_at(self.dataset, lambda index: self._together([index])[0], part)
-        self.epoch.tell(part.position.data_epoch)
-        self.maker.settle(part)
-        return self.maker.make(self._samples(part), part)
+            epoch.tell(part.data_epoch)
+            return look_at(dataset, lambda index: _together(dataset, maker, [index])[0], part)
+        epoch.tell(part.position.data_epoch)
+        maker.settle(part)
+        made: T = maker.make(_samples(dataset, maker, part), part)
+        return made
 
-    def _together(self, ids: list[int]) -> list[Any]:
-        together = getattr(self.dataset, "__getitems__", None)
-        if callable(together) and self.maker.seed is None:
-            return list(together(ids))
-        return [self.dataset[index] for index in ids]
 
-    def _samples(self, part: PlannedMicroBatch) -> list[Any]:
-        seed, ids = self.maker.seed, list(part.sample_ids)
-        if seed is None:
-            return self._together(ids)
-        samples = []
-        for index in ids:
-            with rng.aside("sample", seed, part.position.data_epoch, index):
-                samples.append(self.dataset[index])
-        return samples
+def _together(dataset: Any, maker: Maker[Any], ids: list[int]) -> list[Any]:
+    together = getattr(dataset, "__getitems__", None)
+    if callable(together) and maker.seed is None:
+        return list(together(ids))
+    return [dataset[index] for index in ids]
+
+
+def _samples(dataset: Any, maker: Maker[Any], part: PlannedMicroBatch) -> list[Any]:
+    seed, ids = maker.seed, list(part.sample_ids)
+    if seed is None:
+        return _together(dataset, maker, ids)
+    samples = []
+    for index in ids:
+        with rng.aside("sample", seed, part.position.data_epoch, index):
+            samples.append(dataset[index])
+    return samples
 
 
 class Stream(IterableDataset["tuple[PlannedMicroBatch, T] | Inspected"]):
