@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.plan import BatchPlan
 from ..training.digest import short
+from .options import length_of_data
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -37,7 +38,7 @@ def alike_of(trainer: Trainer, plan: BatchPlan, strategy: str) -> dict[str, Any]
         **plan.alike,
         **{name: getattr(trainer, name) for name in _PLAIN},
         **{f"{name} is given": getattr(trainer, name) is not None for name in _OPTIONAL},
-        "length of the data set": len(trainer.dataset) if hasattr(trainer.dataset, "__len__") else None,
+        "length of the data set": length_of_data(trainer),
         **{f"{name}= (for {_PYTHON})": coded(getattr(trainer, name)) for name in _FUNCTIONS},
         "strategy": strategy,
         "track": None if trainer.track is None else asdict(trainer.track),

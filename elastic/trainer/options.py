@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..data.batches import Batches
+from ..data.evaluated_alike import length_of
+from ..data.fetching import is_iterable
 from ..data.plan import BatchPlan
 from ..data.sampler import ElasticSampler
 from ..saving.cadence import checked
@@ -67,6 +69,13 @@ def plan_of(trainer: Trainer, world_size: int) -> BatchPlan:
     )
 
 
+def length_of_data(trainer: Trainer) -> int | None:
+    """Samples of the Trainer's data set; None: nobody knows, as of most streams."""
+    stream = is_iterable(trainer.dataset)
+    known = stream or hasattr(trainer.dataset, "__len__")
+    return length_of(trainer.dataset, stream=stream) if known else None
+
+
 def batches_of(trainer: Trainer, session: BareSession, plan: BatchPlan, scale: str) -> Batches[Any]:
     """The Trainer's data, from where the session resumes.
 
@@ -76,9 +85,12 @@ def batches_of(trainer: Trainer, session: BareSession, plan: BatchPlan, scale: s
     Raises:
         ValueError: See `Batches`.
     """
-    length = len(trainer.dataset) if hasattr(trainer.dataset, "__len__") else None
     sampler = ElasticSampler(
-        length, trainer.global_batch_size, seed=trainer.seed, shuffle=trainer.shuffle, drop_last=trainer.drop_last
+        length_of_data(trainer),
+        trainer.global_batch_size,
+        seed=trainer.seed,
+        shuffle=trainer.shuffle,
+        drop_last=trainer.drop_last,
     )
     return Batches(
         trainer.dataset,

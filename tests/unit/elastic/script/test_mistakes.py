@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
 from dalsegno.elastic import Session, session
 from dalsegno.elastic.rank.collective import OtherThread
@@ -214,6 +214,19 @@ def test_a_loop_over_epochs_around_the_loop() -> None:
     script.train(data, state, max_steps=None)
     with pytest.raises(ValueError, match=r"ended at step 7: s\.steps goes through all data epochs by itself"):
         script.train(data, state, max_steps=None)
+
+
+class Numbers(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(200.0).reshape(40, 5) / 200)
+
+
+def test_streams_one_after_the_other() -> None:
+    """Torch's `ChainDataset` has a `__len__`, which fails where one of them has none: no mistake of anybody's."""
+    script = Script()
+    data = script.data(ChainDataset([Numbers(), Numbers()]), data_epochs=1)
+    script.train(data, script.state(), max_steps=None)
+    assert script.s.step == 5
 
 
 def test_data_or_state_in_the_loop() -> None:

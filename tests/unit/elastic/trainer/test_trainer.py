@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import ChainDataset, Dataset, IterableDataset
 
 from dalsegno import elastic
 from dalsegno.elastic import (
@@ -120,7 +120,7 @@ def make(data: Any = None, model: nn.Module | None = None, **options: Any) -> Tr
         "progress": False,
         **options,
     }
-    return Trainer(model or make_model(), data or Points(), **wanted)
+    return Trainer(model or make_model(), Points() if data is None else data, **wanted)
 
 
 @pytest.fixture(autouse=True)
@@ -453,6 +453,11 @@ class Streamed(IterableDataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return (Points()[index] for index in range(LENGTH))
+
+
+def test_a_stream_whose_length_cannot_be_asked_for_has_none() -> None:
+    """Torch's `ChainDataset` of streams has a `__len__`, which fails."""
+    assert make(ChainDataset([Streamed()]), shuffle=False).fit().step == STEPS
 
 
 @pytest.mark.parametrize("streamed", [False, True])
