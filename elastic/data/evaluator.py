@@ -11,6 +11,7 @@ Each sample is measured once. Totals and counts are summed over batches and rank
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -284,17 +285,24 @@ class _Deal:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """``data`` with every tensor on ``device``, also those in dicts, lists and tuples, and anything that has ``to``."""
+    """``data`` with every tensor on ``device``: by its own ``to``, or those in dicts, lists and tuples."""
     if isinstance(data, Tensor):
         # A copy to the CPU that does not wait would return memory that is not filled yet.
         return data.to(device, non_blocking=device.type != "cpu")
+    # It knows better what belongs there: a PackedSequence keeps its sizes on the CPU.
+    if callable(getattr(data, "to", None)):
+        return data.to(device)
     if isinstance(data, dict):
-        return {key: to_device(value, device) for key, value in data.items()}
+        # As torch's collate does it: nobody knows what a class of its own is made from.
+        moved = copy.copy(data)
+        for key, value in data.items():
+            moved[key] = to_device(value, device)
+        return moved
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(to_device(value, device) for value in data))
     if isinstance(data, list | tuple):
         return type(data)(to_device(value, device) for value in data)
-    return data.to(device) if hasattr(data, "to") else data
+    return data
 
 
 @contextmanager

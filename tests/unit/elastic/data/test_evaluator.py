@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, IterableDataset
 
@@ -342,6 +344,28 @@ def test_data_of_any_structure_is_moved() -> None:
     assert moved["b"][1] == 3
     assert moved["c"].x.is_meta
     assert isinstance(moved["c"], Pair)
+
+
+class Graph(dict[str, Any]):
+    """Knows itself where its parts belong."""
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph({"nodes": self["nodes"].to(device), "sizes": self["sizes"]})
+
+
+def test_data_that_can_move_themselves_do() -> None:
+    """Torch refuses a PackedSequence whose sizes are on a card; a class of dictionaries stays what it is."""
+    meta = torch.device("meta")
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = to_device({"packed": packed, "graph": Graph(nodes=torch.ones(2), sizes=torch.ones(1))}, meta)
+    assert moved["packed"].data.is_meta
+    assert moved["packed"].batch_sizes.device.type == "cpu"
+    assert moved["graph"]["nodes"].is_meta
+    assert not moved["graph"]["sizes"].is_meta
+    counted = to_device(defaultdict(list, rows=torch.ones(2)), meta)
+    assert counted["rows"].is_meta
+    assert counted["others"] == []
+    assert not packed.data.is_meta
 
 
 def test_what_can_be_read_only_once_is_refused() -> None:
