@@ -16,6 +16,7 @@ from ..rank.meetings import is_mistake
 from ..rank.remarks import remark
 from .counts import gather_over_ranks, max_over_ranks, world_size_of
 from .evaluated_samples import FIRST, NOTHING, PATIENCE_SECONDS, EvaluatedSamples, FirstSamples
+from .fetching import is_iterable
 from .prints import Likeness
 from .same_data import compared, of_a_stream
 
@@ -98,6 +99,12 @@ def length_of(dataset: Any, *, stream: bool) -> int | None:
         return len(dataset) if hasattr(dataset, "__len__") else None
     except Exception:  # nobody needs it to read a stream
         return None
+
+
+def known_length(dataset: Any) -> int | None:
+    """Samples of a data set of the training; None: nobody knows."""
+    stream = is_iterable(dataset)
+    return length_of(dataset, stream=stream) if stream or hasattr(dataset, "__len__") else None
 
 
 class ReadTogether:

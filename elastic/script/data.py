@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ..data.batches import Batches
-from ..data.evaluated_alike import length_of
+from ..data.evaluated_alike import known_length
 from ..data.fetching import is_iterable
 from ..data.plan import BatchPlan
 from ..data.sampler import ElasticSampler
@@ -70,7 +70,7 @@ def batches_of(session: BareSession, dataset: Any, wish: DataWish) -> Batches[An
             "s.data(shuffle=True): an iterable data set has an order of its own; shuffle inside it, with a seed that "
             "is the same on all ranks"
         )
-    length = length_of(dataset, stream=stream)
+    length = known_length(dataset)
     _check_length(length, wish)
     shuffle = not stream if wish.shuffle is None else bool(wish.shuffle)
     sampler = ElasticSampler(length, wish.global_batch, seed=wish.seed, shuffle=shuffle, drop_last=wish.drop_last)

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from ..data.evaluated_alike import known_length
 from ..data.plan import BatchPlan
 from ..training.digest import short
-from .options import length_of_data
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -38,7 +38,7 @@ def alike_of(trainer: Trainer, plan: BatchPlan, strategy: str) -> dict[str, Any]
         **plan.alike,
         **{name: getattr(trainer, name) for name in _PLAIN},
         **{f"{name} is given": getattr(trainer, name) is not None for name in _OPTIONAL},
-        "length of the data set": length_of_data(trainer),
+        "length of the data set": known_length(trainer.dataset),
         **{f"{name}= (for {_PYTHON})": coded(getattr(trainer, name)) for name in _FUNCTIONS},
         "strategy": strategy,
         "track": None if trainer.track is None else asdict(trainer.track),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..data.batches import Batches
-from ..data.evaluated_alike import length_of
-from ..data.fetching import is_iterable
+from ..data.evaluated_alike import known_length
 from ..data.plan import BatchPlan
 from ..data.sampler import ElasticSampler
 from ..saving.cadence import checked
@@ -69,13 +68,6 @@ def plan_of(trainer: Trainer, world_size: int) -> BatchPlan:
     )
 
 
-def length_of_data(trainer: Trainer) -> int | None:
-    """Samples of the Trainer's data set; None: nobody knows, as of most streams."""
-    stream = is_iterable(trainer.dataset)
-    known = stream or hasattr(trainer.dataset, "__len__")
-    return length_of(trainer.dataset, stream=stream) if known else None
-
-
 def batches_of(trainer: Trainer, session: BareSession, plan: BatchPlan, scale: str) -> Batches[Any]:
     """The Trainer's data, from where the session resumes.
 
@@ -86,7 +78,7 @@ def batches_of(trainer: Trainer, session: BareSession, plan: BatchPlan, scale: s
         ValueError: See `Batches`.
     """
     sampler = ElasticSampler(
-        length_of_data(trainer),
+        known_length(trainer.dataset),
         trainer.global_batch_size,
         seed=trainer.seed,
         shuffle=trainer.shuffle,

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
+from dalsegno.elastic.data.evaluated_alike import known_length
 from dalsegno.elastic.rank.remarks import remark
 
 from .options import Options
@@ -60,7 +61,7 @@ def alike(trainer: Any, options: Options, strategy: str, *, begins: bool) -> dic
         **{name: str(value.value) if isinstance(value, Enum) else value for name, value in found.items()},
         **asdict(options),
         "strategy": strategy,
-        "length of the data set": len(dataset) if hasattr(dataset, "__len__") else None,
+        "length of the data set": known_length(dataset),
     }
 
 

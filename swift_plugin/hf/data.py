@@ -12,6 +12,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from dalsegno.elastic import Batch, Batches, BatchPlan, ElasticSampler, Order, Position
 from dalsegno.elastic.checkpoint import Cut
+from dalsegno.elastic.data.evaluated_alike import known_length
 from dalsegno.elastic.data.fetching import is_iterable
 from dalsegno.elastic.rank.agreement import Refusal
 
@@ -113,7 +114,7 @@ def make(trainer: Any, plan: BatchPlan, session: Any, *, by_samples: bool) -> St
         ValueError: The resume point is of another order of samples, or the data set has no whole batch.
     """
     args, dataset = trainer.args, repeatable(trainer.train_dataset)
-    length = len(dataset) if hasattr(dataset, "__len__") else None
+    length = known_length(dataset)
     sampler = ElasticSampler(
         length,
         plan.global_batch_size,

@@ -139,7 +139,7 @@ def make(
     trainer = elastic_class(base)(
         model=model or make_model(),
         args=TrainingArguments(**given),
-        train_dataset=data or Tokens(),
+        train_dataset=Tokens() if data is None else data,
         eval_dataset=torch.utils.data.Subset(Tokens(), range(5)),
         callbacks=list(callbacks),
     )
@@ -612,12 +612,18 @@ def exit_at(step: int, last: int) -> None:
         raise KeyboardInterrupt
 
 
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from (Tokens()[index] for index in range(LENGTH))
+
+
+def test_a_stream_whose_length_cannot_be_asked_for(tmp_path: Path) -> None:
+    """Torch's `ChainDataset` has a `__len__`, which fails. The Trainer knows that."""
+    assert len(train(make(tmp_path, data=torch.utils.data.ChainDataset([Stream()]), max_steps=2))) == 3
+
+
 @pytest.mark.parametrize("change", [{"save_strategy": "epoch"}, {"eval_strategy": "epoch"}])
 def test_epochs_of_a_stream_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
-        def __iter__(self) -> Iterator[dict[str, Tensor]]:
-            yield from (Tokens()[index] for index in range(LENGTH))
-
     make(tmp_path, data=Stream())
     with pytest.raises(ValueError, match="without a length, which has no epochs: set it to steps"):
         make(tmp_path, data=Stream(), **change)
