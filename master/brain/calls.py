@@ -8,7 +8,6 @@ from dataclasses import replace
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
-from dalsegno.protos.limits import MOST_EARLIER
 
 from . import (
     announcements,
@@ -406,10 +405,8 @@ def claim(turn: Turn, node: Node, message: control_pb2.ClaimRequest) -> Answer:
     if held is None or held.lease != message.lease or held.owner != node.name:
         return "FAILED_PRECONDITION", f"lease {message.lease} is not {node.name}'s"
     source = turn.job.checkpoint(held.source)
-    name = lease_name(source.name, held.lease) if source is not None else ""
-    if name and name not in held.earlier:
-        # A lease has taken over what those before it had finished, so the newest ones have all of it.
-        conversion.change(turn, held, earlier=(*held.earlier, name)[-MOST_EARLIER:])
+    if source is not None and (name := lease_name(source.name, held.lease)) not in held.earlier:
+        conversion.note_earlier(turn, held, name)
     turn.live.conversion.lease.moved = turn.heard
     return OK
 

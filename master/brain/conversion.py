@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.limits import MOST_EARLIER
 
 from . import failures
 from .checkpoints import cannot_convert, drop_form, resume_point, retire
@@ -51,6 +52,14 @@ def change(turn: Turn, conversion: Conversion, **changes: Any) -> Conversion:
     new = replace(conversion, **changes)
     turn.update_next(conversion=new)
     return new
+
+
+def note_earlier(turn: Turn, conversion: Conversion, name: str) -> None:
+    """Notes where a lease converts, for those behind it.
+
+    Each takes over what those before it had finished, so the newest ones have all of it.
+    """
+    change(turn, conversion, earlier=(*conversion.earlier, name)[-MOST_EARLIER:])
 
 
 def retry(turn: Turn) -> None:
