@@ -50,6 +50,11 @@ class Micros(Accumulation):
         self._first = False
         self._look_at_mode(batch.step)
 
+    def close(self) -> None:
+        """See `Accumulation`."""
+        super().close()
+        self._schedules = []
+
     def clears(self, owner: Optimizer | nn.Module) -> None:
         """See `ClearListener`. An engine clears gradients in its own step, which belongs inside.
 
@@ -77,7 +82,7 @@ class Micros(Accumulation):
 
     def _look_at_schedules(self, stood: list[Any], step: int) -> None:
         """Raises RuntimeError if a schedule has moved."""
-        for one, before in zip(self._schedules, stood, strict=True):
+        for one, before in zip(self._schedules, stood, strict=False):
             if one.last_epoch != before:
                 raise RuntimeError(
                     f"{type(one).__name__} steps inside `for micro in batch` (step {step}), once for each of the "
