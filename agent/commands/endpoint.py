@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ipaddress
 import socket
 import time
 from collections.abc import Mapping
@@ -136,23 +135,14 @@ def local_address(host: str) -> str:
 def where_to_listen(host: str, own: str, several: bool) -> str:
     """Where the master is to listen that a node hosts at its own address, so that others reach it.
 
-    As torchrun's store: at all addresses, where it is given by its name. That may mean loopback on this machine, and
-    another address elsewhere; and with another lease it means another one everywhere, where the master is then found.
+    As torchrun's store: at all addresses, where this machine's name means loopback on it, and another one elsewhere.
 
     Args:
         host: as the user gave it.
         own: what that means here, see `local_address`.
         several: there may be other nodes.
     """
-    if not several or is_only_here(host) or _is_literal(host) or (":" in own and not is_loopback(own)):
-        return own
-    return EVERYWHERE
-
-
-def _is_literal(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(host))
-    return False
+    return EVERYWHERE if several and is_loopback(own) and not is_only_here(host) else own
 
 
 def wait_for_name(address: str, seconds: float) -> None:

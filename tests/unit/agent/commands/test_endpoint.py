@@ -125,17 +125,14 @@ def test_which_addresses_are_this_machines() -> None:
         ("node0", "127.0.1.1", True, "0.0.0.0"),
         ("node0", "::1", True, "0.0.0.0"),
         ("node0", "127.0.1.1", False, "127.0.1.1"),
-        ("node0", "10.0.0.1", True, "0.0.0.0"),
-        ("node0", "10.0.0.1", False, "10.0.0.1"),
-        ("10.0.0.1", "10.0.0.1", True, "10.0.0.1"),
-        ("node0", "fd00::1", True, "fd00::1"),
+        ("node0", "10.0.0.1", True, "10.0.0.1"),
         ("localhost", "127.0.0.1", True, "127.0.0.1"),
         ("127.0.1.1", "127.0.1.1", True, "127.0.1.1"),
         ("::1", "::1", True, "::1"),
     ],
 )
 def test_where_a_hosted_master_listens(host: str, own: str, several: bool, listens: str) -> None:
-    """Debian gives a machine's own name a loopback address, where no other node reaches it; and a lease may change."""
+    """Debian gives a machine's own name a loopback address, where no other node reaches the master."""
     assert where_to_listen(host, own, several) == listens
 
 
