@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dalsegno.protos.shortage import shortage
@@ -27,9 +27,6 @@ _END_SECONDS, _END_PART = 5.0, 0.25
 _PART_OF_JOINING = 0.5
 # Seconds that a save of a script that has ended may take to come into sight.
 _SIGHT_SECONDS = 5.0
-
-# What tells, of workers that end, whether they still do something: given their process ids.
-Sign = Callable[[Sequence[int]], bool]
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +116,7 @@ class Stopping:
         """Ends the workers. They get no time where that meets an error: who is said to have stopped must not go on."""
         order = self._order
         with self._noted("ending the workers"):
-            signs: list[Sign] = [*self._adoption.signs, *([Work()] if order.work else [])]
+            signs = [*self._adoption.signs, *([Work()] if order.work else [])]
             context.stop(self._grace(context), order.still, signs, order.signum)
             return
         with self._noted("killing the workers"):
