@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -38,15 +37,6 @@ signal.signal(signal.SIGTERM, save)
 print(f"trains on {os.environ['WORLD_SIZE']}", flush=True)
 while True:
     time.sleep(0.1)  # why: it stands for a step
-"""
-SAVES_ON_CTRL_C = """
-import pathlib, sys, time
-try:
-    print("trains", flush=True)
-    while True:
-        time.sleep(0.1)  # why: it stands for a step
-except KeyboardInterrupt:
-    pathlib.Path(sys.argv[-1], "saved").touch()
 """
 FAILED = "with 3 nodes the script failed at its start: the run goes on with 2, and c is a spare. 3 are tried again"
 
@@ -143,21 +133,6 @@ def test_a_plain_script_that_does_nothing_about_a_notice_is_not_waited_for(
     job.leave(a, LEFT_UNSAVED)
     job.wait_line("SIGTERM: passed on to the workers.* 5 s, or 300 s .*while they write", a)
     job.wait_exit(a, seconds=60)
-
-
-@pytest.mark.full
-def test_a_plain_script_that_saves_on_ctrl_c_does_so(clusters: Clusters, tmp_path: Path) -> None:
-    """The agent passes on what it got, as torchrun does."""
-    script = tmp_path / "saves.py"
-    script.write_text(SAVES_ON_CTRL_C)
-    job = clusters(training=Training(script=script), hooked=False, universal="")
-    job.script_flags = [str(tmp_path)]
-    (a,) = job.start("a")
-    job.wait_for(lambda: "trains" in a.text(), "its start")
-    a.process.send_signal(signal.SIGINT)
-    job.wait_line(r"SIGINT: passed on to the workers \(as SIGTERM where they do not handle it\)", a)
-    a.process.wait(60)
-    assert (tmp_path / "saved").exists()
 
 
 def test_a_plain_script_that_saves_on_sigterm_does_so_at_a_join_and_behind_a_loss(
