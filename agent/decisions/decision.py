@@ -115,14 +115,13 @@ class Decision:
         *,
         work: bool = False,
         signum: int = signal.SIGTERM,
-        heard: bool = False,
     ) -> None:
         """Gives this node's ranks SIGTERM and `grace` seconds; 0 kills at once. For the rest see `StopWorkers`."""
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers, state.stop_granted = Workers.STOPPING, False
             state.stop_deadline = self.now + grace + state.settings.save_timeout + STOP_PATIENCE_SECONDS
-            self.do(ev.StopWorkers(state.started, grace, still, may_save(state), ask, work, signum, heard))
+            self.do(ev.StopWorkers(state.started, grace, still, may_save(state), ask, work, signum))
 
     def stop_conversion(self) -> None:
         if self.state.lease:

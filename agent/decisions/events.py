@@ -383,7 +383,6 @@ class StopWorkers:
     `save`: what they leave in memory of Flash Checkpoint may go to the disk: no newer epoch is open.
     `ask`: the signal that asks them to save first, within the same `grace`; empty: none.
     `signum`: the signal that a script which handles it gets instead of SIGTERM.
-    `heard`: they have that time only where their own processes handle SIGTERM, which may save.
     """
 
     epoch: int
@@ -393,7 +392,6 @@ class StopWorkers:
     ask: str = ""
     work: bool = False
     signum: int = signal.SIGTERM
-    heard: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
-"""When the world has broken, or changes: ranks that may still hold the last boundary get a moment to save it. Pure.
+"""When the world has broken: ranks that may still hold the last boundary get a moment to save it. Pure.
 
 Ranks say with their progress whether they may. Where none may, all end at once, as ever. What they save is a memory
 checkpoint like others, of which this node holds all parts; it is told before the node joins the next world.
-
-A script without a session may save by itself on SIGTERM, which torchrun sends then.
 """
 
 from __future__ import annotations
@@ -11,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .decision import Decision
-from .leaving import STILL_SECONDS
-from .state import Outcome, SealedInMemory, Workers
+from .state import SealedInMemory, Workers
 
 __all__ = ["awaits_word", "check", "end_workers", "kept", "may_keep", "writes"]
 
@@ -23,8 +20,6 @@ ANSWER_SECONDS = 1.0
 WRITE_SECONDS = 10.0
 # Seconds that a process that stays for the next world has to leave this one, once it has sealed.
 STAY_SECONDS = 5.0
-# Seconds that a script without a session has to save on SIGTERM, as under torchrun: others wait for this node.
-HANDLER_SECONDS = 30.0
 # Seconds in which what was sealed in memory shows itself as held.
 WORD_SECONDS = 2.0
 
@@ -42,26 +37,12 @@ def end_workers(decision: Decision) -> None:
     state, epoch = decision.state, decision.state.epoch
     if state.workers is not Workers.RUNNING or epoch.own_save.until is not None:
         return
-    if not (state.session_known or epoch.expects_session):
-        _end_unheard(decision)
-        return
     if not _left(decision):
         decision.kill_workers()
         return
     until = decision.now + (WRITE_SECONDS if epoch.own_save.writers else ANSWER_SECONDS)
     epoch.own_save = replace(epoch.own_save, until=until)
     decision.wake_at(until)
-
-
-def _end_unheard(decision: Decision) -> None:
-    """Ends a script without a session. If it handles SIGTERM it has as long as for a notice, at most as with torchrun.
-
-    Where a peer is lost it may be in a collective, in which no handler of Python's runs: it writes nothing then.
-    """
-    state = decision.state
-    alone = state.world is not None and state.world.nodes == 1 and state.epoch.outcome is not Outcome.FAILED
-    seconds = min(state.settings.drain_timeout, HANDLER_SECONDS)
-    decision.stop_workers(seconds, STILL_SECONDS, work=state.settings.adopts and alone, heard=True)
 
 
 def writes(decision: Decision, rank: int, *, stays: bool) -> None:

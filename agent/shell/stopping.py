@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,6 @@ __all__ = ["Stopping"]
 
 # What is kept of a notice for the end itself: at most so many seconds, and a part of it.
 _END_SECONDS, _END_PART = 5.0, 0.25
-# The most of the time for joining that a script has which saves on SIGTERM while the other nodes wait.
-_PART_OF_JOINING = 0.5
 # Seconds that a save of a script that has ended may take to come into sight.
 _SIGHT_SECONDS = 5.0
 
@@ -56,9 +53,7 @@ class Stopping:
     ) -> None:
         self._order, self._context, self._adoption, self._beside = order, context, adoption, beside
         self._join_timeout, self._save_timeout, self._say = join_timeout, save_timeout, say
-        # Of a notice. Whoever is ended for a new world has none: others wait for this node.
-        self._notice = 0.0 if order.heard else order.grace
-        self._last = time.monotonic() + self._notice
+        self._last = time.monotonic() + order.grace
         self._stopped = ev.WorkersStopped(order.epoch)
 
     def start(self, deliver: Callable[[ev.Event], None]) -> None:
@@ -86,7 +81,7 @@ class Stopping:
         if context is None or not context.over:
             with self._noted("telling who takes their saves"):
                 self._adoption.interrupt()
-        if self._notice > 0:
+        if order.grace > 0:
             with self._noted("telling who takes their saves of the notice"):
                 self._adoption.notice()
         if order.save:
@@ -102,7 +97,7 @@ class Stopping:
                 self._adoption.settle(self._beside.save_timeout)
         given = max(self._save_timeout, self._last - time.monotonic()) if order.save else 0.0
         with self._noted("taking what they saved"):
-            self._adoption.stopped(self._join_timeout, given, noticed=order.save and self._notice > 0)
+            self._adoption.stopped(self._join_timeout, given, noticed=order.save and order.grace > 0)
 
     @contextlib.contextmanager
     def _noted(self, what: str) -> Iterator[None]:
@@ -117,16 +112,13 @@ class Stopping:
         order = self._order
         with self._noted("ending the workers"):
             signs = [*self._adoption.signs, *([Work()] if order.work else [])]
-            context.stop(self._grace(context), order.still, signs, order.signum)
+            context.stop(self._grace(), order.still, signs, order.signum)
             return
         with self._noted("killing the workers"):
             context.stop(0)
 
-    def _grace(self, context: WorkersContext) -> float:
+    def _grace(self) -> float:
         """Seconds between SIGTERM and SIGKILL."""
-        if self._order.heard:
-            within = min(self._order.grace, _PART_OF_JOINING * self._join_timeout)
-            return within if context.handles(signal.SIGTERM) else 0.0
         if not self._order.ask:
             return self._order.grace
         left = max(0.0, self._last - time.monotonic())

@@ -215,13 +215,6 @@ class WorkersContext(SubprocessContext):
         """
         return _ask([one.process.pid for one in self._running if not one.ended.is_set()], signum)
 
-    def handles(self, signum: int) -> bool:
-        """Whether the own process of a worker handles a signal. What it has started does not count.
-
-        A DataLoader's processes handle SIGTERM, whatever the script does.
-        """
-        return any(handles(one.process.pid, signum) for one in self._running if not one.ended.is_set())
-
     @property
     def over(self) -> bool:
         """Whether all workers have ended."""

@@ -847,26 +847,6 @@ def test_a_notice_comes_as_the_signal_that_a_script_handles(
         assert said[1] == "None"
 
 
-@pytest.mark.parametrize("how", ["adopted", "cold"])
-@pytest.mark.parametrize("handler", [True, False])
-def test_whether_a_script_handles_a_signal_is_seen(node: Node, how: str, handler: bool) -> None:
-    """A handler of what it has started, as of a DataLoader's processes, is none of its own."""
-    child = "import signal, time; signal.signal(15, lambda *_: None); print(flush=True); time.sleep(300)"
-    text = (
-        "import signal, subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
-        "child.stdout.readline()\n"
-        f"if {handler}:\n    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-        "print('here', flush=True)\ntime.sleep(300)\n"
-    )
-    context = node.workers(script_in(node.directory, text), 1, node.pool(1) if how == "adopted" else None)
-    context.start()
-    wait_for(lambda: says_here(context, 0))
-    assert context.handles(signal.SIGTERM) is handler
-    context.stop(0)
-    assert not context.handles(signal.SIGTERM)
-
-
 @pytest.mark.parametrize("grace", [0, 5])
 def test_workers_that_end_while_they_are_stopped(node: Node, grace: float) -> None:
     """Eight whose own ends fall together with the stop, again and again: each stop ends, after every exit was told."""

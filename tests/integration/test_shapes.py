@@ -28,16 +28,6 @@ print("deaf", flush=True)
 while True:
     time.sleep(1)  # why: it does nothing until it is killed
 """
-SAVES_AT_THE_END = """
-import os, pathlib, signal, sys, time
-def save(*_):
-    pathlib.Path(sys.argv[-1], f"saved-{os.getpid()}").touch()
-    sys.exit(0)
-signal.signal(signal.SIGTERM, save)
-print(f"trains on {os.environ['WORLD_SIZE']}", flush=True)
-while True:
-    time.sleep(0.1)  # why: it stands for a step
-"""
 FAILED = "with 3 nodes the script failed at its start: the run goes on with 2, and c is a spare. 3 are tried again"
 
 
@@ -133,28 +123,6 @@ def test_a_plain_script_that_does_nothing_about_a_notice_is_not_waited_for(
     job.leave(a, LEFT_UNSAVED)
     job.wait_line("SIGTERM: passed on to the workers.* 5 s, or 300 s .*while they write", a)
     job.wait_exit(a, seconds=60)
-
-
-def test_a_plain_script_that_saves_on_sigterm_does_so_at_a_join_and_behind_a_loss(
-    clusters: Clusters, tmp_path: Path
-) -> None:
-    """As under torchrun, whatever its nodes are stopped for."""
-    script = tmp_path / "saves.py"
-    script.write_text(SAVES_AT_THE_END)
-    job = clusters(training=Training(script=script), hooked=False, universal="")
-    job.script_flags = [str(tmp_path)]
-
-    def saved(count: int) -> bool:
-        return len(list(tmp_path.glob("saved-*"))) == count
-
-    (a,) = job.start("a")
-    job.wait_for(lambda: "trains on 1" in a.text(), "its start")
-    (b,) = job.start("b")
-    job.wait_for(lambda: "trains on 2" in a.text() and "trains on 2" in b.text(), "the join")
-    assert saved(1)
-    job.kill_node(b)
-    job.wait_for(lambda: a.text().count("trains on 1") == 2, "the way on alone")
-    assert saved(2)
 
 
 @pytest.mark.full

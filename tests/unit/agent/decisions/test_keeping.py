@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 
 import pytest
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.decisions.keeping import (
-    ANSWER_SECONDS,
-    HANDLER_SECONDS,
-    STAY_SECONDS,
-    WORD_SECONDS,
-    WRITE_SECONDS,
-)
-from dalsegno.agent.decisions.leaving import STILL_SECONDS
+from dalsegno.agent.decisions.keeping import ANSWER_SECONDS, STAY_SECONDS, WORD_SECONDS, WRITE_SECONDS
 from dalsegno.protos import control_pb2, worker_pb2
 
-from .test_decisions import GATHER, Agent, world
+from .test_decisions import GATHER, Agent
 
 KEPT = control_pb2.CheckpointRef(name="step-5.e1.1000", digest="d5")
 SEALED = worker_pb2.Sealed(name=KEPT.name, digest=KEPT.digest, step=5, in_memory=True)
@@ -54,45 +46,6 @@ def test_ranks_that_may_not_end_at_once() -> None:
     agent.directed(gather=GATHER)
     assert not told(agent)
     assert agent.did(ev.StopWorkers)
-
-
-@pytest.mark.parametrize(("notice", "seconds"), [(10.0, 10.0), (300.0, HANDLER_SECONDS)])
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_script_without_a_session_may_save_on_sigterm(notice: float, seconds: float, nodes: int) -> None:
-    """Only the shell knows whether it handles that. Where no other rank can have failed it may end its step, too."""
-    agent = Agent(adopts=True).registered()
-    agent.state.settings = replace(agent.state.settings, drain_timeout=notice)
-    run = world()
-    run.nodes = nodes
-    agent.directed(run=run)
-    agent.directed(gather=GATHER)
-    stop = ev.StopWorkers(1, seconds, STILL_SECONDS, work=nodes == 1, heard=True)
-    assert agent.did(ev.StopWorkers) == [stop]
-
-
-def test_behind_a_failure_it_has_no_step_to_end() -> None:
-    agent = Agent(nproc=2, adopts=True).registered()
-    run = world(nproc=2)
-    run.nodes = 1
-    agent.directed(run=run)
-    agent.hear(ev.WorkerExited(1, 1, 1))
-    assert agent.did(ev.StopWorkers) == [ev.StopWorkers(1, 10.0, STILL_SECONDS, heard=True)]
-
-
-@pytest.mark.parametrize("how", ["said", "known", "imported"])
-def test_a_script_with_a_session_is_ended_at_once(how: str) -> None:
-    """What handles SIGTERM there is the session, which would train on to its next boundary."""
-    agent = Agent().registered().running(session=how == "said")
-    if how == "known":
-        agent.said(hello=worker_pb2.Hello(epoch=1))
-        agent.exits(1)
-        agent.hear(ev.WorkersStopped(1))
-        agent.running(epoch=2, session=False)
-        agent.actions.clear()
-    elif how == "imported":
-        agent.hear(ev.SessionImported(1))
-    agent.directed(gather=GATHER)
-    assert agent.did(ev.StopWorkers) == [ev.StopWorkers(agent.state.started, 0.0)]
 
 
 def test_what_a_rank_said_first_does_not_count_any_more() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +23,6 @@ class Scene:
         self.over = False
         self.waited: list[float] = []
         self.graces: list[float] = []
-        self.given: list[float] = []
-        self.noticed: list[bool] = []
-        self.handling = False
         self.said: list[str] = []
 
     def monotonic(self) -> float:
@@ -49,9 +45,7 @@ class Scene:
 
     def notice(self) -> None: ...
 
-    def stopped(self, epoch: int, given: float = 0.0, *, noticed: bool = False) -> Any:
-        self.given.append(given)
-        self.noticed.append(noticed)
+    def stopped(self, *_: Any, **__: Any) -> Any:
         return ev.WorkersStopped(1)
 
     # ---- the workers
@@ -59,10 +53,6 @@ class Scene:
     def ask(self, signum: int) -> int:
         self.now += 1.0
         return 1
-
-    def handles(self, signum: int) -> bool:
-        assert signum == signal.SIGTERM
-        return self.handling
 
     def stop(self, grace: float, *_: Any) -> None:
         self.graces.append(grace)
@@ -103,19 +93,3 @@ def test_what_comes_late_into_sight_does_not_move_it_either(monkeypatch: pytest.
     assert asked(monkeypatch, 8.0, ends_after=6.0).waited == [6.0, 5.0]
     assert asked(monkeypatch, 17.0, ends_after=0.0).waited == [0.0, 2.0]
     assert asked(monkeypatch, 30.0, ends_after=0.0).waited == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("handling", "join_timeout", "grace"), [(False, 60.0, 0.0), (True, 60.0, 20.0), (True, 30.0, 15.0)]
-)
-def test_only_who_handles_the_signal_is_given_time_before_a_new_world(
-    handling: bool, join_timeout: float, grace: float
-) -> None:
-    """Less than the other nodes wait for this one. That it is no notice gives the taking of saves no more time."""
-    scene: Any = Scene(0.0, None)
-    scene.handling = handling
-    order = ev.StopWorkers(1, 20.0, still=5.0, heard=True)
-    Stopping(order, scene, scene, scene, join_timeout, 0.0, scene.say)._stop()
-    assert scene.graces == [grace]
-    assert scene.given[-1] == 0.0
-    assert not any(scene.noticed)
