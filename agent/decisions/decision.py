@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 
 from google.protobuf.message import Message
 
@@ -107,21 +106,13 @@ class Decision:
         """Kills the workers without grace, because they are stuck in a collective anyway."""
         self.stop_workers(0.0)
 
-    def stop_workers(
-        self,
-        grace: float,
-        still: float = math.inf,
-        ask: str = "",
-        *,
-        work: bool = False,
-        signum: int = signal.SIGTERM,
-    ) -> None:
+    def stop_workers(self, grace: float, still: float = math.inf, ask: str = "", *, work: bool = False) -> None:
         """Gives this node's ranks SIGTERM and `grace` seconds; 0 kills at once. For the rest see `StopWorkers`."""
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers, state.stop_granted = Workers.STOPPING, False
             state.stop_deadline = self.now + grace + state.settings.save_timeout + STOP_PATIENCE_SECONDS
-            self.do(ev.StopWorkers(state.started, grace, still, may_save(state), ask, work, signum))
+            self.do(ev.StopWorkers(state.started, grace, still, may_save(state), ask, work))
 
     def stop_conversion(self) -> None:
         if self.state.lease:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -382,7 +381,6 @@ class StopWorkers:
     `work`: nor compute.
     `save`: what they leave in memory of Flash Checkpoint may go to the disk: no newer epoch is open.
     `ask`: the signal that asks them to save first, within the same `grace`; empty: none.
-    `signum`: the signal that a script which handles it gets instead of SIGTERM.
     """
 
     epoch: int
@@ -391,7 +389,6 @@ class StopWorkers:
     save: bool = True
     ask: str = ""
     work: bool = False
-    signum: int = signal.SIGTERM
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def signalled(decision: Decision, event: ev.Signalled) -> None:
             # Not every step of workers that are killed now is heard, so silence does not prove that none was made.
             decision.exit(ev.EXIT_LEFT_UNSAVED, "left without waiting for a save")
         return
-    begin(decision, name, signum=number)
+    begin(decision, name)
     if state.leave is not None:
         state.leave.hung_up, state.leave.signalled_at = number == signal.SIGHUP, at
     if state.incarnation and not state.door.registering and not state.fenced:
@@ -83,14 +83,14 @@ def unfit(decision: Decision, why: str) -> None:
     check_leave(decision)
 
 
-def begin(decision: Decision, why: str, *, signalled: bool = True, signum: int = signal.SIGTERM) -> None:
-    """Begins a notice: `why` is for people, `signum` is the signal that it came as."""
+def begin(decision: Decision, why: str, *, signalled: bool = True) -> None:
+    """Begins a notice: `why` is for people."""
     state = decision.state
     unsaved = state.fenced or state.workers is Workers.RUNNING
     state.leave = Leave(decision.now + state.settings.drain_timeout, signalled, unsaved=unsaved)
     decision.stop_conversion()
     if state.workers is Workers.RUNNING and not state.epoch.has_session:
-        stop_unheard(decision, why, signum)
+        stop_unheard(decision, why)
     elif state.workers is Workers.RUNNING:
         decision.do(ev.Say(f"{why}: {what_comes_first(state.epoch)}", quoted=signalled))
     else:
@@ -104,10 +104,8 @@ def what_comes_first(epoch: Epoch) -> str:
     return "saving at the next step boundary, then leaving"
 
 
-def stop_unheard(decision: Decision, why: str, signum: int) -> None:
+def stop_unheard(decision: Decision, why: str) -> None:
     """Passes the notice on to a script without a session, as torchrun does: nothing of ours can save for it.
-
-    It gets the same signal if it handles that, and else SIGTERM.
 
     It may catch the signal to save by itself, and it may do nothing about it while it waits for the other ranks. So it
     has the whole notice only while it writes. Where its saves are adopted and no other node waits for it, it may also
@@ -126,11 +124,10 @@ def stop_unheard(decision: Decision, why: str, signum: int) -> None:
     at_most = f"{notice:.0f} s (--drain-timeout)"
     if notice > STILL_SECONDS:
         at_most = f"{STILL_SECONDS:.0f} s, or {at_most} while they write{' or compute' if work else ''}"
-    how = "" if signum == signal.SIGTERM else " (as SIGTERM where they do not handle it)"
     decision.do(
-        ev.Say(f"{why}: passed on to the workers{how}, which have no session open; leaving when they end: {at_most}")
+        ev.Say(f"{why}: passed on to the workers, which have no session open; leaving when they end: {at_most}")
     )
-    decision.stop_workers(notice, STILL_SECONDS, work=work, signum=signum)
+    decision.stop_workers(notice, STILL_SECONDS, work=work)
 
 
 def check_leave(decision: Decision) -> None:

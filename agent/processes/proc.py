@@ -17,7 +17,6 @@ __all__ = [
     "belongs_to",
     "descendants",
     "end_descendants",
-    "handles",
     "is_stopped",
     "kill_group",
     "listeners",
@@ -169,11 +168,6 @@ def listeners(roots: Iterable[int], signum: int) -> list[int]:
                 found.append(pid)
                 left.difference_update(_below(children, [pid]))
     return found
-
-
-def handles(pid: int, signum: int) -> bool:
-    """Whether a process handles a signal. False if it is gone, and for 0, as of one that does not exist yet."""
-    return pid > 0 and bool(_handled(pid) & 1 << (signum - 1))
 
 
 def _handled(pid: int) -> int:

@@ -111,8 +111,7 @@ class Stopping:
         """Ends the workers. They get no time where that meets an error: who is said to have stopped must not go on."""
         order = self._order
         with self._noted("ending the workers"):
-            signs = [*self._adoption.signs, *([Work()] if order.work else [])]
-            context.stop(self._grace(), order.still, signs, order.signum)
+            context.stop(self._grace(), order.still, [*self._adoption.signs, *([Work()] if order.work else [])])
             return
         with self._noted("killing the workers"):
             context.stop(0)

@@ -28,7 +28,7 @@ from dalsegno.protos.room import ended_for_memory, oom_kills
 from dalsegno.protos.shortage import shortage, starting
 
 from ..processes.lifeline import Lifeline
-from ..processes.proc import descendants, handles, kill_group, listeners, start_time
+from ..processes.proc import descendants, kill_group, listeners, start_time
 from ..processes.signs import DiskWrites, Sign
 from ..script import Script
 from ..standby import hooks
@@ -110,18 +110,6 @@ class _Running:
     # Set once nothing of its process group is left.
     ended: threading.Event
     watcher: threading.Thread
-
-
-def _ask(pids: Sequence[int], signum: int) -> int:
-    """Sends a signal to those of these processes, and of their descendants, that handle it. Returns to how many."""
-    asked = 0
-    for pid in listeners(pids, signum):
-        # One may be another user's: a launcher like `sudo` makes it that.
-        with contextlib.suppress(PermissionError):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
-            asked += 1
-    return asked
 
 
 class WorkersContext(SubprocessContext):
@@ -213,20 +201,22 @@ class WorkersContext(SubprocessContext):
 
         A worker that its nursery has not started yet has no processes, and nothing to save.
         """
-        return _ask([one.process.pid for one in self._running if not one.ended.is_set()], signum)
+        asked = 0
+        for pid in listeners([one.process.pid for one in self._running if not one.ended.is_set()], signum):
+            # One may be another user's: a launcher like `sudo` makes it that.
+            with contextlib.suppress(PermissionError):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+                asked += 1
+        return asked
 
     @property
     def over(self) -> bool:
         """Whether all workers have ended."""
         return all(one.ended.is_set() for one in self._running)
 
-    def stop(
-        self, grace: float, still: float = math.inf, signs: Sequence[Sign] = (), signum: int = signal.SIGTERM
-    ) -> None:
+    def stop(self, grace: float, still: float = math.inf, signs: Sequence[Sign] = ()) -> None:
         """Ends all workers and waits for them; SIGKILL after `grace` seconds, at once for 0. Any thread, repeatedly.
-
-        First they get SIGTERM, or `signum` where a process of the worker handles that. (Python always handles SIGINT:
-        who handles SIGTERM as well gets that.)
 
         SIGKILL comes earlier when there was no sign for `still` seconds: they have written hardly anything to a disk,
         and none of `signs` says anything else.
@@ -237,10 +227,9 @@ class WorkersContext(SubprocessContext):
         with self._lock:
             self._stopping = True
         if grace > 0:
-            self._notify(signum)
+            self._signal(signal.SIGTERM)
             self._wait_while_signs(grace, still, (DiskWrites(), *signs))
-        for one in self._running:
-            self._signal(one, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         if stuck := self._wait(_KILL_TIMEOUT_SECONDS):
             logger.error("processes %s did not end within %.0f s of SIGKILL: given up", stuck, _KILL_TIMEOUT_SECONDS)
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
@@ -253,20 +242,13 @@ class WorkersContext(SubprocessContext):
         """Replaces torch's method, which torch's agent calls."""
         self.stop(0 if death_sig == signal.SIGKILL else timeout)
 
-    def _notify(self, signum: int) -> None:
-        """Tells the workers to end, each by the signal that it handles."""
-        for one in [one for one in self._running if not one.ended.is_set()]:
-            pid = one.process.pid
-            own = signum != signal.SIGTERM and not (signum == signal.SIGINT and handles(pid, signal.SIGTERM))
-            if not (own and _ask([pid], signum)):
-                self._signal(one, signal.SIGTERM)
-
-    def _signal(self, one: _Running, signum: signal.Signals) -> None:
-        if not one.ended.is_set():
-            try:
-                one.process.signal_group(signum)
-            except OSError as error:
-                logger.warning("process %d cannot be sent %s: %s", one.process.pid, signum.name, error)
+    def _signal(self, signum: signal.Signals) -> None:
+        for one in self._running:
+            if not one.ended.is_set():
+                try:
+                    one.process.signal_group(signum)
+                except OSError as error:
+                    logger.warning("process %d cannot be sent %s: %s", one.process.pid, signum.name, error)
 
     def _wait(self, seconds: float) -> list[int]:
         """Waits for all workers together; returns the processes that are left."""

@@ -801,52 +801,6 @@ def test_a_notice_lasts_as_long_as_workers_write(node: Node, writes: bool) -> No
     assert time.monotonic() - begin < 60
 
 
-INTERRUPTED = """
-signal.signal(signal.SIGINT, signal.default_int_handler)  # who started us may ignore it
-try:
-    ready()
-    time.sleep(300)
-except KeyboardInterrupt:
-    save("SIGINT")
-"""
-HANDLES = "signal.signal(signal.{0}, lambda *_: (save('{0}'), sys.exit(0)))\n"
-WAITS = "ready()\ntime.sleep(300)\n"
-
-
-@pytest.mark.parametrize(
-    ("number", "script", "gets"),
-    [
-        (signal.SIGINT, INTERRUPTED, "SIGINT"),
-        (signal.SIGUSR1, HANDLES.format("SIGUSR1") + HANDLES.format("SIGTERM") + WAITS, "SIGUSR1"),
-        (signal.SIGUSR1, HANDLES.format("SIGTERM") + WAITS, "SIGTERM"),
-        # Python handles SIGINT in each script, so this one is prepared for the other signal only.
-        (signal.SIGINT, HANDLES.format("SIGTERM") + INTERRUPTED, "SIGTERM"),
-        (signal.SIGHUP, WAITS, ""),
-    ],
-)
-@pytest.mark.parametrize("how", ["adopted", "cold"])
-def test_a_notice_comes_as_the_signal_that_a_script_handles(
-    node: Node, how: str, number: int, script: str, gets: str
-) -> None:
-    """As under torchrun; where the script has nothing for it, as SIGTERM. A child of its is not ended by it."""
-    text = (
-        "import os, pathlib, signal, subprocess, sys, time\n"
-        f"here = pathlib.Path({str(node.directory)!r})\n"
-        "child = subprocess.Popen(['sleep', '300'])\n"
-        "def ready(): (here / 'ready').touch()\n"
-        "def save(name): (here / 'saved').write_text(f'{name} {child.poll()}')\n"
-    )
-    context = node.workers(script_in(node.directory, text + script), 1, node.pool(1) if how == "adopted" else None)
-    context.start()
-    wait_for((node.directory / "ready").exists)
-    context.stop(60, signum=number)
-    assert node.exits.get(timeout=0.1)[:2] == (0, 0 if gets else -signal.SIGTERM)
-    said = (node.directory / "saved").read_text().split() if gets else []
-    assert said[:1] == [gets] * bool(gets)
-    if gets and gets != "SIGTERM":
-        assert said[1] == "None"
-
-
 @pytest.mark.parametrize("grace", [0, 5])
 def test_workers_that_end_while_they_are_stopped(node: Node, grace: float) -> None:
     """Eight whose own ends fall together with the stop, again and again: each stop ends, after every exit was told."""
@@ -920,7 +874,7 @@ def test_the_word_that_workers_have_stopped_comes_in_any_case(how: str) -> None:
     class Context:
         over = False
 
-        def stop(self, *_: object) -> None:
+        def stop(self, grace: float, still: float, signs: object) -> None:
             if how == "raises":
                 raise ProcessLookupError
 

@@ -915,16 +915,6 @@ def test_workers_without_a_session_get_the_signal_themselves() -> None:
     assert "5 s, or 10 s (--drain-timeout) while they write" in agent.did(ev.Say)[-1].text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_workers_without_a_session_get_the_signal_that_came(number: signal.Signals) -> None:
-    """Their script may save on just that one. People are told what it is where the script has nothing for it."""
-    agent = Agent().registered().running(session=False)
-    agent.hear(ev.Signalled(number))
-    assert [stop.signum for stop in agent.did(ev.StopWorkers)] == [number]
-    said = f"{number.name}: passed on to the workers (as SIGTERM where they do not handle it), which have no session"
-    assert agent.did(ev.Say)[-1].text.startswith(said)
-
-
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_workers_whose_saves_are_adopted_may_end_their_step_where_nobody_waits(nodes: int) -> None:
     """Their script may catch the signal, and save behind it. With other nodes the step cannot end without those."""
