@@ -317,8 +317,6 @@ def finished(turn: Turn, node: Node, message: control_pb2.FinishedRequest) -> An
     if turn.job.phase.has_workers:
         if turn.job.part(member) is not MemberState.FINISHED:
             turn.open.moved = turn.heard
-        if not message.step:
-            turn.open.stepless.add(node.name)
         turn.set_part(member, MemberState.FINISHED)
         reached(turn, node, message.step)
     return OK

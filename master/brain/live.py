@@ -80,8 +80,6 @@ class EpochLife:
     flash: dict[str, int] = field(default_factory=dict)
     # Nodes whose ranks have no step left to make: what the script still does makes no steps.
     ended: set[str] = field(default_factory=set)
-    # Nodes whose ranks have all ended with 0 and made no step, as such do that have not called session().
-    stepless: set[str] = field(default_factory=set)
     # People know that a full disk cannot be helped here, and why the last save failed: told anew behind a commit.
     shortage_told: bool = False
     failure_told: str = ""

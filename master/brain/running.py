@@ -249,9 +249,6 @@ def stalled(turn: Turn) -> bool:
         return False
     what = "the training ended, but not all ranks finished" if ended else "no rank made a step"
     text = f"{what} for {limit:.0f} s (--stall-timeout){saves.problem(turn)}"
-    if epoch.stepless:
-        who = names(sorted(epoch.stepless))
-        text += f"; the ranks of {who} ended without a step: all ranks of a script have to call session(), or none"
     turn.notice(text, True, Kind.FAILED, step=epoch.top_step)
     turn.cause("stalled")
     budget = job.run.budget

@@ -716,19 +716,6 @@ def test_a_stall_is_unplanned_and_counts_as_a_failure() -> None:
     assert "--stall-timeout" in job.notices
 
 
-def test_a_node_that_ended_before_its_session_is_named() -> None:
-    """Its ranks exited with 0, while the others wait for them: only its own console told that."""
-    for step in (0, 1):
-        job = Driven(settings(stall_timeout=40))
-        a, b = job.start(2)
-        b.finished(step)
-        a.step(step)
-        job.wait(41)
-        assert "not all ranks finished for 40 s (--stall-timeout)" in job.notices
-        text = f"the ranks of {b.name} ended without a step: all ranks of a script have to call session(), or none"
-        assert (text in job.notices) is (step == 0)
-
-
 def test_a_growing_save_is_no_stall() -> None:
     """Bytes of a save in flight move the deadline."""
     from dalsegno.protos import control_pb2
