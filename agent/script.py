@@ -430,12 +430,9 @@ def _ahead_of(script: Path | str | None) -> tuple[tuple[str, ...], list[str]]:
     if "deepspeed" in wanted and "dalsegno.elastic" in wanted:
         later.append("dalsegno.elastic.deepspeed?")
     every = tuple(name for name in (*ALWAYS, *wanted, *later) if name.rstrip("?").partition(".")[0] not in theirs)
-    of_torch, of_hub = set[str](), set[str]()
-    for file in _own_files(script):
-        found = early_variables(text_of(file))
-        of_torch, of_hub = of_torch | found[0], of_hub | found[1]
-    modules = () if of_torch else tuple(name for name in every if not of_hub or name.startswith(_READ_NO_HUB))
-    return modules, sorted(of_torch | of_hub) if modules != every else []
+    early = set[str]().union(*(early_variables(text_of(file), os.environ) for file in _own_files(script)))
+    modules = tuple(name for name in every if not early or name.startswith(_READ_NO_HUB))
+    return modules, sorted(early) if modules != every else []
 
 
 def _is_plain(script: Path) -> bool:

@@ -7,56 +7,54 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 __all__ = ["early_variables"]
 
-# Torch reads these, or what it loads (OpenMP, MKL, NumPy's OpenBLAS), or DeepSpeed; and the libraries by whose import
-# they have been read. NumPy is none of them: OpenMP is loaded with torch.
-_OF_TORCH = (
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_"),
-    *("TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "DS_ACCELERATOR"),
-)
-_TORCHES = frozenset({"torch", "torchvision", "deepspeed", "accelerate", "peft", "lightning", "pytorch_lightning"})
-# The same of Hugging Face's libraries.
+# Hugging Face's libraries read these, and they have been read by the import of one of them. What torch reads
+# (`OMP_NUM_THREADS`, `TORCH_COMPILE_DISABLE`) is not looked for: scripts set that to what it is anyway, and each start
+# would take torch's import longer.
 _OF_HUB = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "XDG_CACHE_HOME", "USE_TORCH", "USE_TF")
 _HUBS = frozenset({"huggingface_hub", "transformers", "datasets", "accelerate", "peft", "swift", "trl", "diffusers"})
 # These are read when they are needed.
-_LATE = re.compile(
-    "TORCH_NCCL_|TORCH_GLOO_|TORCH_HOME$|TORCH_EXTENSIONS_DIR$|TORCH_CUDA_ARCH_LIST$|TORCH_FORCE_|TORCH_SHOW_CPP"
-    "|TORCHINDUCTOR_CACHE_DIR$|PYTORCH_NVML|PYTORCH_KERNEL_CACHE|HF_TOKEN$|TRANSFORMERS_NO_ADVISORY"
-)
-# Of these only the choice of an allocator is read at once.
-_ALLOCATOR = re.compile("PYTORCH_(CUDA_|HIP_)?ALLOC_CONF$")
+_LATE = re.compile("HF_TOKEN$|TRANSFORMERS_NO_ADVISORY")
 # A cheap look at a text, before it is parsed.
-_MAY = re.compile(rf"(?s)(?=.*\b(?:environ|putenv)\b).*(?:{'|'.join((*_OF_TORCH, *_OF_HUB))})")
+_MAY = re.compile(rf"(?s)(?=.*\b(?:environ|putenv)\b).*(?:{'|'.join(_OF_HUB)})")
 
 
-def early_variables(text: str) -> tuple[set[str], set[str]]:
-    """The variables that the text of a script, or of a module of its own, sets at its top level.
+def early_variables(text: str, environment: Mapping[str, str]) -> set[str]:
+    """The variables of Hugging Face's libraries that a script, or a module of its own, sets at its top level.
 
     Only by a name that stands there, and before the import of what reads them: behind it they have no effect anyway.
 
-    Returns:
-        Those that torch reads, and those that only Hugging Face's libraries read.
+    Args:
+        text: Of the script or module.
+        environment: What is set before it runs. What changes nothing there does not count.
     """
     if not _MAY.match(text):
-        return set(), set()
+        return set()
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set(), set()
-    of_torch, of_hub, imported = set[str](), set[str](), set[str]()
+        return set()
+    found, imported = set[str](), set[str]()
     for node in _at_top(body):
         imported |= _imports(node)
+        if imported & _HUBS:
+            break
         for name, value in _sets(node):
-            if _LATE.match(name) or (_ALLOCATOR.match(name) and "backend" not in ast.dump(value)):
-                continue
-            if name.startswith(_OF_TORCH) and not imported & (_TORCHES | _HUBS - {"huggingface_hub"}):
-                of_torch.add(name)
-            elif name.startswith(_OF_HUB) and not imported & _HUBS:
-                of_hub.add(name)
-    return of_torch, of_hub
+            same = name in environment and (_is_default(node) or _constant(value) == environment[name])
+            if name.startswith(_OF_HUB) and not _LATE.match(name) and not same:
+                found.add(name)
+    return found
+
+
+def _is_default(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setdefault"
+
+
+def _constant(value: ast.AST) -> object:
+    return value.value if isinstance(value, ast.Constant) else None
 
 
 def _at_top(body: list[ast.stmt]) -> Iterator[ast.AST]:

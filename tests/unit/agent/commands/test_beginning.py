@@ -65,9 +65,9 @@ def test_where_nothing_is_forked_there_is_none(script: str, flags: tuple[str, ..
 def test_people_hear_which_imports_are_not_made_ahead(tmp_path: Path) -> None:
     """And what to do about it; where nothing is made ahead there is nothing to say."""
     own = tmp_path / "own.py"
-    own.write_text('import os\nos.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "8"\nimport torch\n')
+    own.write_text('import os\nos.environ["HF_HUB_CACHE"] = os.environ["HF_HOME"] = "/8"\nimport transformers\n')
     (line,) = kept_back(parse(["--job-id=job", str(own)], {}))
-    assert line.startswith("the script sets MKL_NUM_THREADS, OMP_NUM_THREADS before its imports, which read that: ")
+    assert line.startswith("the script sets HF_HOME, HF_HUB_CACHE before its imports, which read that: ")
     assert not kept_back(parse(["--job-id=job", "--virtual-local-rank", str(own)], {}))
     own.write_text("import torch\n")
     assert not kept_back(parse(["--job-id=job", str(own)], {}))
