@@ -361,8 +361,10 @@ def dlrover_text(source: Path | str | None, *, modules: bool = True) -> str:
     """
     files = _own_files(source)
     if not modules or any(_has_dlrover(_named_in(file)) for file in files[:1]):
-        files = files[:1]
-    return "\n".join(map(text_of, files))
+        return "\n".join(map(text_of, files[:1]))
+    # What the files beside these name like its classes is not DLRover's.
+    theirs = [file for file in files if _has_dlrover(_named_in(file))]
+    return "\n".join(map(text_of, theirs or files[:1]))
 
 
 def _has_dlrover(names: set[str]) -> bool:

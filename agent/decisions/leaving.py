@@ -125,7 +125,7 @@ def stop_unheard(decision: Decision, why: str) -> None:
     if notice > STILL_SECONDS:
         at_most = f"{STILL_SECONDS:.0f} s, or {at_most} while they write{' or compute' if work else ''}"
     decision.do(
-        ev.Say(f"{why}: passed on to the workers, which have no session open; leaving when they end: {at_most}")
+        ev.Say(f"{why}: passed on to the workers as SIGTERM (no session is open); leaving when they end: {at_most}")
     )
     decision.stop_workers(notice, STILL_SECONDS, work=work)
 

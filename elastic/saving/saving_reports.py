@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dalsegno.protos import worker_pb2
+from dalsegno.protos.text import one_line
 
 from ..rank.link import Link
 
@@ -87,7 +88,7 @@ class SavingReports:
 
     def _send(self, link: Link, written: int) -> None:
         problem = self._problem if written else ""  # at its end nobody waits any more
-        saving = worker_pb2.Saving(name=self._name, bytes=self._measure(), written=written, problem=problem)
+        saving = worker_pb2.Saving(name=self._name, bytes=self._measure(), written=written, problem=one_line(problem))
         link.send(worker_pb2.ToAgent(saving=saving), droppable=True)
 
 

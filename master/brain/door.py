@@ -281,7 +281,7 @@ _BY_NAME: dict[str, Callable[[Any], None]] = {
     **dict.fromkeys(("job_id", "node", "host", "store_host", "incarnation", "previous_incarnation"), _name),
     **dict.fromkeys(("name", "best", "candidate"), _checkpoint_name),
     **dict.fromkeys(("run_id", "finished_runs"), _run),
-    **dict.fromkeys(("message", "reason", "file", "text"), _text),
+    **dict.fromkeys(("message", "reason", "file", "text", "save_problem"), _text),
     **dict.fromkeys(("min_nodes", "max_nodes", "node_unit"), _at_most(MOST_SETTING)),
     **dict.fromkeys(("digest", "gathering"), _digest),
     "probe": _probe,

@@ -361,7 +361,8 @@ def missing(state: State) -> str:
     if strangers:
         text += f"; {names(strangers)} cannot see the checkpoint directory"
     step = state.live.held.steps.get(resume.digest) if resume is not None and resume.parts else None
-    if resume is not None and step is not None and step.missing_since is not None:
+    told = not any(memory.is_unheard(state, node) for node in job.nodes.values())
+    if resume is not None and step is not None and step.missing_since is not None and told:
         text += f"; a part of {resume.name}, which is in memory only, is with nobody who is here"
     if refused := [node for node in job.nodes.values() if node.refused]:
         text += f"; {names(node.name for node in refused)} cannot take part ({refused[0].refused})"

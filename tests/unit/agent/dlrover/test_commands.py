@@ -11,7 +11,7 @@ import pytest
 
 from dalsegno.agent.commands.arguments import parse
 from dalsegno.agent.commands.dlrover_run import check_dlrover
-from dalsegno.agent.script import Script, uses_dlrover
+from dalsegno.agent.script import Script, dlrover_text, uses_dlrover
 from dalsegno.protos.options import UsageError
 
 IMPORT = "from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer\n"
@@ -105,3 +105,14 @@ def test_fixes_of_what_cannot_be_read_say_what_they_take_for_granted(
     (line,) = check_dlrover(parse(["--dlrover-fixes", *command], {}))
     assert "its batches are taken to be the same in every world" in line
     assert check_dlrover(parse(list(command), {})) == []
+
+
+def test_only_what_imports_the_library_says_how_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A framework's own class of a like name, in a file beside one optional backend, is none of DLRover's."""
+    monkeypatch.chdir(tmp_path)
+    Path("one.py").write_text("import dlrover\n")
+    Path("two.py").write_text("class DeepSpeedCheckpointer: ...\n")
+    Path("train.py").write_text("import one, two\n")
+    assert dlrover_text(Path("train.py")) == "import dlrover\n"
+    Path("one.py").write_text("")
+    assert dlrover_text(Path("train.py")) == "import one, two\n"

@@ -88,3 +88,12 @@ def test_a_size_that_cannot_be_told_ends_no_save(
     assert first is not None
     assert first == second
     assert next(calls) > call
+
+
+def test_any_reason_reaches_the_agent() -> None:
+    """A library's error may have several lines, or characters that no message takes: this rank would go alone."""
+    agent = Agent()
+    reports = saving_reports.SavingReports(agent, "step-1.e1.1", lambda: 1, problem="disk\nfull \udcff \x1b[2J")  # type: ignore[arg-type]
+    with reports:
+        reports._send(agent, 1)  # type: ignore[arg-type]
+    assert r"disk full \udcff \x1b[2J" in [saving.problem for saving in agent.of("saving")]
