@@ -371,7 +371,7 @@ class Adopter:
                     "often, or name with --checkpoint-glob what is a checkpoint",
                 )
             return True
-        if self._best is not None and not self._best.knows_earlier():
+        if self._best is not None and not self._best.knows_earlier(self._interrupted):
             self._undecided = True
             return True
         return self._adopt(piece, found, anew.get(piece.newest.unit.path))

@@ -49,7 +49,7 @@ class BestWatch:
         # Checkpoints with a step of the script's own, and values, by step.
         self._saves: dict[int, str] = {}
         self._values: dict[int, float] = {}
-        # The resume point, until all is known of it and what came before; and when, monotonic, that is given up.
+        # The resume point, until it is read with what came before; and when, monotonic, that is given up.
         self._owed, self._given_up_at = "", math.inf
         if world.HasField("resume"):
             self._owed = world.resume.source.ref.name
@@ -60,12 +60,17 @@ class BestWatch:
             self._read(self._path)
             self._values.clear()  # another run's
 
-    def knows_earlier(self) -> bool:
+    def knows_earlier(self, last: bool) -> bool:
         """Whether the best checkpoint until now is known, or given up. If not, a new one must not be judged yet.
 
         It would count as the best, whatever its value. Given up 20 s after the first call: the run's saves matter more.
+
+        Args:
+            last: the workers are stopped, so that there may be no time for another look: it is given up at once.
         """
-        if self._given_up_at == math.inf:
+        if last:
+            self._given_up_at = 0.0
+        elif self._given_up_at == math.inf:
             self._given_up_at = time.monotonic() + _PATIENCE_SECONDS
         return self._catch_up()
 
@@ -118,7 +123,7 @@ class BestWatch:
         """What the resume point knows, and what came to light of that epoch's checkpoints since.
 
         Raises:
-            CheckpointDamaged, OSError: not all of it can be read.
+            CheckpointDamaged, OSError: the resume point, or what there is, cannot be read.
         """
         manifest = Manifest.read(self._run_dir / resume)
         tracked = self._rule.tracked
@@ -129,8 +134,8 @@ class BestWatch:
         earlier = sorted((one for one in of_epoch if one.step <= manifest.step), key=lambda one: one.age)
         for one in earlier[-_EARLIER:]:
             try:
-                saved_as = Manifest.read(self._run_dir / str(one)).saved_as
-            except CheckpointDamaged as error:
+                saved_as = (manifest if str(one) == resume else Manifest.read(self._run_dir / str(one))).saved_as
+            except (CheckpointDamaged, OSError) as error:  # one old file must not hold up what is saved from now on
                 logger.debug("%s is not the best one: %s", one, error)
                 continue
             if saved_as is not None and has_own_number(one.step, dict(saved_as.numbers)):

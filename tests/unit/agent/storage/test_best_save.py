@@ -124,13 +124,13 @@ def test_one_file_for_all_epochs(runs: Callable[..., Run], tmp_path: Path) -> No
 
 
 class StaleManifests:
-    """In the place of `Manifest`: some reads fail, as where an NFS server was started again."""
+    """In the place of `Manifest`: some reads fail, as where an NFS server was started again; or one directory's all."""
 
-    def __init__(self, fails: Container[int]) -> None:
-        self._fails, self._reads = fails, itertools.count()
+    def __init__(self, fails: Container[int], directory: str = "") -> None:
+        self._fails, self._directory, self._reads = fails, directory, itertools.count()
 
     def read(self, directory: Path) -> Manifest:
-        if next(self._reads) in self._fails:
+        if next(self._reads) in self._fails or directory.name == self._directory:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(directory))
         return Manifest.read(directory)
 
@@ -151,7 +151,7 @@ def test_a_stale_read_makes_nobody_forget_the_best(
     first = run.sealed()
     if late:
         noted(run, 10, 0.5)
-    monkeypatch.setattr(best_watch, "Manifest", StaleManifests([1] if late else [0, 1, 2]))
+    monkeypatch.setattr(best_watch, "Manifest", StaleManifests([0, 1, 2]))
     run.next()
     noted(run, 20, 0.9)
     save(run.out / "step_20.pt", step=20)
@@ -180,4 +180,50 @@ def test_a_best_that_stays_unknown_is_said_and_holds_up_nothing(
     assert f"which checkpoint until {first.name} is the best (" in run.said()
     assert run.sealed().step == 20
     run.quiet()
+    run.taken.close()
+
+
+def test_an_earlier_one_that_cannot_be_read_holds_up_nothing(
+    runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bad block in one old manifest, for good. What the resume point names as the best is known."""
+    monkeypatch.setattr(best_watch, "_PATIENCE_SECONDS", 60.0)
+    run = runs(best=RULE)
+    run.next()
+    noted(run, 10, 0.5)
+    save(run.out / "step_10.pt", step=10)
+    first = run.sealed()
+    noted(run, 20, 0.9)
+    save(run.out / "step_20.pt", step=20)
+    assert run.sealed().step == 20
+    monkeypatch.setattr(best_watch, "Manifest", StaleManifests((), first.name))
+    run.next()
+    noted(run, 30, 0.7)
+    save(run.out / "step_30.pt", step=30)
+    third = run.sealed()
+    assert third.best is not None
+    assert (third.best.name, third.best.value) == (first.name, 0.5)
+    run.quiet()
+    run.taken.close()
+
+
+def test_a_save_of_stopped_workers_does_not_wait_for_the_best(
+    runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that saves only at its notice would lose that: the agent waits a few seconds for what was saved last."""
+    monkeypatch.setattr(best_watch, "_PATIENCE_SECONDS", 60.0)
+    run = runs(best=RULE)
+    run.next()
+    noted(run, 10, 0.5)
+    save(run.out / "step_10.pt", step=10)
+    first = run.sealed()
+    monkeypatch.setattr(best_watch, "Manifest", StaleManifests(range(1_000_000)))
+    run.next()
+    noted(run, 20, 0.9)
+    save(run.out / "step_20.pt", step=20)
+    run.taken.interrupt()
+    run.taken.settle(5)
+    assert not run.heard.empty()
+    assert f"which checkpoint until {first.name} is the best (" in run.said()
+    assert run.sealed().step == 20
     run.taken.close()
