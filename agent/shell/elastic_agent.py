@@ -109,7 +109,7 @@ class ElasticAgent(LocalElasticAgent):
         self._link.leave_to(lifeline)
         self._adoption = Adoption(
             script.arguments,
-            effects.room.hearing(mailbox.put),
+            mailbox.put,
             config.checkpoint_glob,
             config.keep_saves,
             looks=reads(script, Variable.RESUME_DIR),
@@ -117,6 +117,7 @@ class ElasticAgent(LocalElasticAgent):
             initial=config.initial,
             best=config.best,
             slow=partial(said_while_slow, effects.say),
+            full=effects.room.refused,
         )
         self._beside = DlroverSupport(
             config.dlrover,

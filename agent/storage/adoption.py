@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest
-from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.elastic.checkpoint.errors import is_full, printable
 from dalsegno.protos import control_pb2, worker_pb2
 
 from ..decisions import events as ev
@@ -78,6 +78,7 @@ class Adopter:
         keep: see `old_saves.remove`.
         best: what makes a checkpoint the best one; None: none is.
         late: the first node of that world is lost; None: it is this one.
+        full: gets the reason, each time that a copy fails as the disk or a quota is full.
     """
 
     def __init__(
@@ -91,8 +92,9 @@ class Adopter:
         keep: int = 0,
         best: BestRule | None = None,
         late: Late | None = None,
+        full: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self._keep = keep
+        self._keep, self._full = keep, full
         self._rule = best
         self._best: BestWatch | None = None
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
@@ -211,7 +213,7 @@ class Adopter:
         if self._rule is not None:
             self._best = BestWatch(self._rule, self._run_dir, self._world, lambda text: self._deliver(ev.Remark(text)))
         self._note(self._known.values())
-        self._remove_old()
+        old_saves.remove(self._run_dir, self._world.epoch, self._keep)
         self._volume.measure()
         while True:
             before, asked = asked, self._wait(pause, asked)
@@ -393,6 +395,8 @@ class Adopter:
         except (Changed, FileNotFoundError):
             raise
         except OSError as error:
+            if is_full(error):
+                self._full(str(error))
             self._complain(piece.newest.unit.path, problem_of(error))
             return False
         except (ValueError, CheckpointDamaged) as error:
@@ -433,12 +437,6 @@ class Adopter:
             old_saves.note(self._root, files)
         except OSError as error:
             logger.warning("these files of the script's will never be removed: %s", error)
-
-    def _remove_old(self) -> None:
-        try:
-            old_saves.remove(self._run_dir, self._world.epoch, self._keep)
-        except OSError as error:
-            logger.warning("what the script saved in earlier epochs stays: %s", error)
 
     def _counts_anew(self, one: Complete) -> bool:
         """Whether this is behind the resume point, although its name has no larger number."""

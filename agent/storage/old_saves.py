@@ -51,7 +51,11 @@ def remove(run_dir: Path, epoch: int, keep: int) -> list[str]:
     """
     if keep <= 0 or os.path.islink(run_dir):
         return []
-    numbers = [int(match[1]) for one in run_dir.iterdir() if (match := _EPOCH.fullmatch(one.name))]
+    try:
+        numbers = [int(match[1]) for one in os.listdir(run_dir) if (match := _EPOCH.fullmatch(one))]
+    except OSError as error:
+        logger.warning("what the script saved in earlier epochs stays: %s", error)
+        return []
     removed: list[str] = []
     having, later = 0, set[str]()
     for number in sorted((number for number in numbers if number < epoch), reverse=True):

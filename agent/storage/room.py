@@ -17,8 +17,6 @@ from dalsegno.elastic.checkpoint.spares import clear_spares, spare_bytes
 from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import shortage
 
-from ..decisions import events as ev
-
 __all__ = ["RoomWatch", "give_back_spares", "missing_bytes", "prune_replaced", "tell_undeleted"]
 
 LOOK_EVERY_SECONDS = 3.0
@@ -115,21 +113,14 @@ class RoomWatch:
                     self._head = None
 
     def refused(self, reason: str) -> None:
-        """A save failed, for this reason: perhaps as a quota or the inodes are used up, which no look sees."""
+        """A save, or a copy of a script's, failed for this reason: perhaps as a quota or the inodes are used up.
+
+        No look sees that. Told as often as one fails.
+        """
         if any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT)):
             with self._changed:
                 self._refused = True
                 self._changed.notify()
-
-    def hearing(self, deliver: Callable[[ev.Event], None]) -> Callable[[ev.Event], None]:
-        """Delivers events, and takes those that say why a script's save is not taken for `refused`."""
-
-        def heard(event: ev.Event) -> None:
-            if isinstance(event, ev.ManifestRead):
-                self.refused(event.message)
-            deliver(event)
-
-        return heard
 
     def close(self) -> None:
         with self._changed:
@@ -154,7 +145,13 @@ class RoomWatch:
                     self._changed.wait(LOOK_EVERY_SECONDS)
 
     def _look(self, directory: Path, head: control_pb2.Checkpoint, at_commit: bool, refused: bool) -> None:
+        waits = self._deletion.locked()
         with self._deletion:
+            if waits:
+                # What failed meanwhile may have room now, and else fails again.
+                refused = False
+                with self._changed:
+                    self._refused = False
             try:
                 missing = self._missing(directory, head, at_commit)
                 if (missing or refused) and spare_bytes(directory):
@@ -162,7 +159,7 @@ class RoomWatch:
                     missing, refused = self._missing(directory, head, at_commit), False
                 if refused:
                     # A little less than it takes, as sizes differ: for one that is to come one goes.
-                    missing = max(missing, int(self._copies * head.bytes * (1 - SPARE_SHARE)))
+                    missing = max(missing, int(head.bytes * (1 - SPARE_SHARE)))
             except Exception as error:  # whatever it is, the next look may tell
                 logger.info("the room in %s is not known: %s", directory, error)
                 return

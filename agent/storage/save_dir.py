@@ -94,6 +94,7 @@ class Adoption:
         initial: what it starts from while the run has no checkpoint; None: nothing.
         best: see `Adopter`.
         slow: tells people what is waited for within a context, where that takes long.
+        full: see `Adopter`.
     """
 
     def __init__(
@@ -108,8 +109,9 @@ class Adoption:
         initial: Path | None = None,
         best: BestRule | None = None,
         slow: Slow = lambda what: nullcontext(),
+        full: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self._initial, self._best, self._slow = initial, best, slow
+        self._initial, self._best, self._slow, self._full = initial, best, slow, full
         self._macros = macros_of(arguments)
         self.wanted = SAVE_DIR in self._macros
         self._is_told = is_told
@@ -199,7 +201,7 @@ class Adoption:
                 placed = self._placed[1] if self._placed[0] == world.epoch else ()
                 before = Before(resume, {file.name: file for file in state_of(directory, placed)}, saved_as)
             more = (self._pattern, before, self._keep, self._best)
-            self._adopter = Adopter(run_dir, world, origin, self._deliver, *more)
+            self._adopter = Adopter(run_dir, world, origin, self._deliver, *more, full=self._full)
         values = {
             SAVE_DIR: str(directory),
             RESUME_DIR: None if newest is None else str(newest if newest.is_dir() else newest.parent),

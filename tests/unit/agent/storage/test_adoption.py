@@ -184,6 +184,7 @@ def test_what_the_script_saves_is_sealed_once_under_our_name(tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_what_cannot_be_sealed_is_said_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try has the master asked for room, which may be deleting something at the first one."""
     monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.02)
     plain, calls = adoption.adopt, 0
 
@@ -196,7 +197,8 @@ def test_what_cannot_be_sealed_is_said_once_and_tried_again(tmp_path: Path, monk
 
     monkeypatch.setattr(adoption, "adopt", full_at_first)
     heard: queue.Queue[ev.Event] = queue.Queue()
-    taken = Adoption(["${save_dir}"], heard.put)
+    refused: list[str] = []
+    taken = Adoption(["${save_dir}"], heard.put, full=refused.append)
     taken.begin(tmp_path, world(1), ORIGIN, [], first=True)
     states(tmp_path / "e1" / "global_step10", *ZERO_1)
     problem, event = heard.get(timeout=20), heard.get(timeout=20)
@@ -204,6 +206,7 @@ def test_what_cannot_be_sealed_is_said_once_and_tried_again(tmp_path: Path, monk
     assert "No space left on device: the run's copy of it takes as much room again; make room" in problem.message
     assert isinstance(event, ev.WorkerSaid)
     taken.close()
+    assert refused == ["[Errno 28] No space left on device"] * 3, "who makes room hears of each try"
 
 
 def begun(
