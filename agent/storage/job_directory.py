@@ -40,7 +40,7 @@ from .errand import Errand, spawned, submitted
 from .forms import in_the_making, with_forms
 from .private import PRIVATE, NotPrivateError, check_private, read_private
 from .problems import is_gone
-from .room import prune_replaced, tell_undeleted
+from .room import Undeleted, prune_replaced
 from .survey import Manifests, Survey, look_at, looked_again, surveyed
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
@@ -188,6 +188,7 @@ class Storage:
         self._look_lock, self._look, self._turn = threading.Lock(), 0, 0
         # Held while checkpoints are deleted, until that is told: a look at the free room waits for it.
         self.deletion, self.keeps_spares = threading.Lock(), False
+        self._undeleted = Undeleted(directory.complaint.once)
 
     def survey(
         self,
@@ -358,13 +359,15 @@ class Storage:
 
     def _delete(self, run_id: str, ref: control_pb2.CheckpointRef) -> bool:
         problems: Mapping[str, Exception]
+        names = [ref.name]
         try:
             store = CheckpointStore(self._own_run(run_id))
-            problems = prune_replaced(store, with_forms(store.run_dir, ref), self._closing)
+            names = with_forms(store.run_dir, ref)
+            problems = prune_replaced(store, names, self._closing)
             self.keeps_spares = spare_bytes(store.run_dir) > 0
         except Exception as error:  # whatever it is: it holds up neither the others nor the next deletion
             problems = {ref.name: error}
-        tell_undeleted(problems, self.directory.complaint.once)
+        self._undeleted.tried(names, problems)
         return not problems
 
     def sweep(self, run_id: str, epoch: int, step: int = 0, converting: str = "") -> None:

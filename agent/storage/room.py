@@ -8,16 +8,17 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint import CheckpointStore
+from dalsegno.elastic.checkpoint import CheckpointName, CheckpointStore
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.spares import clear_spares, spare_bytes
 from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import shortage
 
-__all__ = ["RoomWatch", "give_back_spares", "missing_bytes", "prune_replaced", "tell_undeleted"]
+__all__ = ["RoomWatch", "Undeleted", "give_back_spares", "missing_bytes", "prune_replaced"]
 
 LOOK_EVERY_SECONDS = 3.0
 # A disk with less is full.
@@ -27,6 +28,8 @@ SPARE_BYTES = 32 << 20
 SPARE_SHARE = 0.05
 # The longest that the agent's end waits until files are deleted. The disk may hang.
 GIVE_BACK_SECONDS = 2.0
+# So long a checkpoint could not be deleted, and people hear of it.
+UNDELETED_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -53,22 +56,50 @@ def prune_replaced(store: CheckpointStore, names: Iterable[str], ends: threading
     return problems
 
 
-def tell_undeleted(problems: Mapping[str, Exception], once: Callable[[str, str], None]) -> None:
-    """Tells people what stays on the disk although the run needs it no more.
+class Undeleted:
+    """Tells people what stays on the disk for long although the run needs it no more. For one thread at a time.
+
+    A later directive has it tried again, and what somebody has open on NFS, or a stale handle, passes.
 
     Args:
-        problems: of each checkpoint that could not be deleted, why.
         once: see `Complaint.once`.
     """
-    for name, problem in problems.items():
-        logger.warning("checkpoint %s cannot be deleted: %s", name, problem)
-        if isinstance(problem, OSError):
-            # A mount or a link that forbids one deletion forbids them all.
-            why, thing = shortage(problem) or printable(str(problem)), f"deleting: {problem.errno}"
-            once(thing, f"checkpoint {name} cannot be deleted ({why}): it takes room until it is deleted by hand")
-        elif not isinstance(problem, ValueError):
-            logger.error("deleting %s failed", name, exc_info=problem)
-            once(name, f"checkpoint {name} cannot be deleted: {shortage(problem) or printable(repr(problem))}")
+
+    def __init__(self, once: Callable[[str, str], None]) -> None:
+        self._once = once
+        # When, monotonic, each one first could not be deleted.
+        self._since: dict[str, float] = {}
+
+    def tried(self, names: Iterable[str], problems: Mapping[str, Exception]) -> None:
+        """Notes that the deletion of checkpoints was tried.
+
+        Args:
+            names: which ones.
+            problems: of each that could not be deleted, why.
+        """
+        for name in {*names} - problems.keys():
+            self._since.pop(name, None)
+        now = time.monotonic()
+        for name, problem in problems.items():
+            logger.warning("checkpoint %s cannot be deleted: %s", name, problem)
+            if isinstance(problem, OSError):
+                first = self._since.setdefault(name, now)
+                # A source that stays for its form has no cause of its own.
+                if now - first >= UNDELETED_SECONDS and not _stays_for_form(name, problems):
+                    # A mount or a link that forbids one deletion forbids them all.
+                    why = shortage(problem) or printable(str(problem))
+                    text = f"checkpoint {name} cannot be deleted yet ({why}); it is tried again"
+                    self._once(f"deleting: {problem.errno}", text)
+            elif not isinstance(problem, ValueError):
+                logger.error("deleting %s failed", name, exc_info=problem)
+                self._once(
+                    name, f"checkpoint {name} cannot be deleted: {shortage(problem) or printable(repr(problem))}"
+                )
+
+
+def _stays_for_form(name: str, problems: Iterable[str]) -> bool:
+    """Whether one of its forms could not be deleted before it: see `CheckpointStore.prune`."""
+    return any(one != name and str(CheckpointName.parse(one).source) == name for one in problems)
 
 
 def give_back_spares(run_dir: Path) -> None:

@@ -447,7 +447,7 @@ def bad_checkpoint(turn: Turn, node: Node, message: control_pb2.BadCheckpointReq
 def pruned(turn: Turn, node: Node, message: control_pb2.PrunedRequest) -> Answer:
     """The files of retired checkpoints are gone; of none, if none could be deleted."""
     if has_rank_zero(turn.job, node):
-        turn.open.deletion_fails = not message.refs
+        room.note_deletion(turn, len(message.refs))
         checkpoints.forget_pruned(turn, {ref.digest for ref in message.refs})
     return OK
 

@@ -83,8 +83,9 @@ class EpochLife:
     # People know that a full disk cannot be helped here, and why the last save failed: told anew behind a commit.
     shortage_told: bool = False
     failure_told: str = ""
-    # Nothing of what was to be deleted last is gone.
-    deletion_fails: bool = False
+    # How many times in a row nothing of what was to be deleted went, and since when, by the listening clock.
+    failed_deletions: int = 0
+    deletion_fails_since: float = 0.0
     # The step whose save failed last, and why if that was not the first time.
     failed_step: int = 0
     tried_again: str = ""

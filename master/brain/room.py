@@ -9,6 +9,10 @@ from .turn import Turn
 
 # The newest commit, and one to go back to if that is damaged.
 LEAST_KEPT = 2
+# What fails so many times in a row, or for so long, is told: an open file on NFS, or a stale handle, passes. Where
+# nothing can be saved the agent hears nothing new, and does not try again.
+FAILED_DELETIONS = 3
+FAILED_DELETION_SECONDS = 60.0
 
 
 def make_room(turn: Turn, missing_bytes: int) -> None:
@@ -23,7 +27,7 @@ def make_room(turn: Turn, missing_bytes: int) -> None:
         return
     missing = f"the checkpoint directory lacks {amount(missing_bytes)} for the next checkpoint"
     if prunable(job):
-        if turn.open.deletion_fails:
+        if _deletion_fails(turn):
             _tell(turn, missing, "what was to go cannot be deleted")
         return
     gone: list[Checkpoint] = []
@@ -37,6 +41,19 @@ def make_room(turn: Turn, missing_bytes: int) -> None:
         turn.notice(f"{missing}: {names} {'goes' if len(gone) == 1 else 'go'}, although {keep} were to stay", True)
     else:
         _tell(turn, missing, "what is left is needed" if keep else "all are to stay (--keep-checkpoints=0)")
+
+
+def note_deletion(turn: Turn, count: int) -> None:
+    """So many of the retired checkpoints are gone after a deletion; 0: none could be deleted."""
+    if not turn.open.failed_deletions:
+        turn.open.deletion_fails_since = turn.heard
+    turn.open.failed_deletions = 0 if count else turn.open.failed_deletions + 1
+
+
+def _deletion_fails(turn: Turn) -> bool:
+    """Whether nothing that was to go could be deleted, for longer than what passes."""
+    failed, since = turn.open.failed_deletions, turn.open.deletion_fails_since
+    return failed >= FAILED_DELETIONS or (failed > 0 and turn.heard - since >= FAILED_DELETION_SECONDS)
 
 
 def _tell(turn: Turn, missing: str, why: str) -> None:

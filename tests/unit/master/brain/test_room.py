@@ -99,12 +99,39 @@ def test_where_the_retired_stay_it_is_said_once() -> None:
         lacks(a, 5000)
     assert "none is deleted" not in job.job.events[-1].text, "they are being deleted"
     retired = kept(job)
+    for _ in range(2):
+        assert job.call(pb.PrunedRequest(caller=a.caller())).code == "OK"
+        lacks(a, 5000)
+    assert "none is deleted" not in job.job.events[-1].text, "they may go at the next try"
     assert job.call(pb.PrunedRequest(caller=a.caller())).code == "OK"
     for _ in range(3):
         lacks(a, 5000)
     (said,) = [event.text for event in job.job.events if "none is deleted for it" in event.text]
     assert said.endswith("because what was to go cannot be deleted: make room")
     assert kept(job) == retired
+
+
+def test_a_deletion_that_succeeds_makes_up_for_those_that_did_not() -> None:
+    """An open file on NFS, or a server that was started again, and what else was to go is gone."""
+    job, (a,) = saved(keep=6)
+    lacks(a, 1500)
+    for refs in ([], [], a.directive.prune[:1], [], []):
+        assert job.call(pb.PrunedRequest(caller=a.caller(), refs=refs)).code == "OK"
+    lacks(a, 5000)
+    assert not [event.text for event in job.job.events if "none is deleted" in event.text]
+
+
+def test_a_deletion_that_is_not_tried_again_is_told_of_in_the_end() -> None:
+    """Without a commit an agent hears nothing new, and a full disk lets nothing be committed."""
+    job, (a,) = saved(keep=6)
+    lacks(a, 1500)
+    assert job.call(pb.PrunedRequest(caller=a.caller())).code == "OK"
+    job.wait(55.0)
+    lacks(a, 5000)
+    assert not [event.text for event in job.job.events if "none is deleted" in event.text]
+    job.wait(6.0)
+    lacks(a, 5000)
+    assert job.job.events[-1].text.endswith("because what was to go cannot be deleted: make room")
 
 
 def test_only_the_first_node_counts() -> None:
