@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +31,8 @@ def prepare(directory: JobDirectory, say: Callable[[str, bool], None]) -> None:
     for pause in (*FAILING_PAUSES_SECONDS, None):
         late = threading.Timer(SILENCE_SECONDS, say, (NOT_ANSWERING, True))
         late.daemon = True
-        late.start()
+        with contextlib.suppress(RuntimeError):  # without room for a thread nobody hears that it takes long
+            late.start()
         try:
             directory.prepare()
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,15 @@ def test_one_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     preparing.prepare(directory, lambda text, warning: said.put(text))
     time.sleep(0.2)  # why: the second one is not to be told
     assert said.empty()
+
+
+def test_without_room_for_a_thread_the_directories_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who proves the room for threads comes later, and has the line that says what to do."""
+
+    def no_room(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_room)
+    directory = JobDirectory(tmp_path / "ckpt", "job")
+    assert prepared(directory) == []
+    assert directory.runs.is_dir()
