@@ -95,8 +95,7 @@ class ElasticAgent(LocalElasticAgent):
         early: StartedNursery | None = None,
     ) -> None:
         super().__init__(spec, logs_specs, log_line_prefix_template=prefix)
-        self._config = config
-        self._script, self._home = script, WorkingDirectory()
+        self._config, self._script, self._home = config, script, WorkingDirectory()
         self._mailbox, self._effects = mailbox, effects
         self._lifeline, self._watch, self._teller = lifeline, watch, Teller(config.tell_fd)
         self._ending: ev.Exit | None = None
