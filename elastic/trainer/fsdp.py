@@ -142,6 +142,9 @@ class FSDP(Strategy):
         norm = step_and_clear(self.model, self.optimizer, self._stepped, self._max_grad_norm, self.loss_scale)
         return norm.full_tensor() if isinstance(norm, Tensor) and hasattr(norm, "full_tensor") else norm
 
+    def clear(self) -> None:
+        self.model.zero_grad()
+
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
         _reshard(self.model)
         _check_own(self.model, self.optimizer)

@@ -112,6 +112,13 @@ class Strategy(ABC):
             The norm of the whole gradient before clipping, if it was computed.
         """
 
+    def clear(self) -> None:
+        """Clears the gradients of what its optimizer does not have, behind the callbacks, of which one may step it.
+
+        Left alone they would pile up, and be in no checkpoint.
+        """
+        return
+
     @property
     def reshards(self) -> bool:
         """Whether what it writes loads at any world size without a conversion. Valid once `setup` is done."""
@@ -360,6 +367,9 @@ class DDP(Strategy):
     def step(self) -> Tensor | float | None:
         return step_and_clear(self._bare, self.optimizer, self._stepped, self._max_grad_norm, self.loss_scale)
 
+    def clear(self) -> None:
+        self._bare.zero_grad()
+
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
         self._held.load_state_dict(state)
         return self._training.files()
@@ -441,9 +451,9 @@ def resume_rates(optimizer: Optimizer, scheduler: Any) -> None:
 def step_and_clear(
     model: nn.Module, optimizer: Optimizer, scheduler: Any, max_grad_norm: float | None, loss_scale: LossScale
 ) -> Tensor | float | None:
-    """Clips over all trained parameters (of sharded ones all ranks' parts), steps, clears. Returns the norm before.
+    """Clips over all that the optimizer has (of sharded ones all ranks' parts), steps, clears it. Returns the norm.
 
-    If gradients are not finite, neither the optimizer nor the scheduler steps.
+    The norm is that before clipping. If gradients are not finite, neither the optimizer nor the scheduler steps.
     """
     norm: Tensor | None = None
     loss_scale.unscale(optimizer)
@@ -454,8 +464,6 @@ def step_and_clear(
     if loss_scale.step(optimizer) and scheduler is not None:
         scheduler.step()
     optimizer.zero_grad()
-    # Left alone, the gradients of those that the optimizer does not have would pile up, and be in no checkpoint.
-    model.zero_grad()
     return norm
 
 

@@ -383,6 +383,7 @@ class Trainer:
         if batch.step % self.log_every == 0 or last:
             self._log(batch, total, norm)
         self._hooks.each(lambda hook: hook.on_step(self, batch))
+        strategy.clear()
         evaluated = False
         if self._due(batch.step, last=last):
             # What the ranks learn only here (a stream has no length) ends the run where this step can be saved.

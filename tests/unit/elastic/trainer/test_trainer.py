@@ -193,6 +193,45 @@ def test_an_optimizer_of_a_part_clips_and_clears_that_part(
     assert torch.equal(weights(run("b", STEPS)), weights(whole))
 
 
+class SecondOptimizer(Callback):
+    """Steps the model's first part with an optimizer of its own."""
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        self.optimizer = torch.optim.SGD(trainer.model[0].parameters(), lr=0.5)  # type: ignore[index]
+
+    def on_step(self, trainer: Trainer, batch: Any) -> None:
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_second_optimizer_may_step_in_a_callback(strategy: str) -> None:
+    """What the Trainer's optimizer does not have is cleared behind the callbacks, and before an evaluation."""
+    seen: list[bool] = []
+
+    def measure(model: Any, data: Tensor) -> Any:
+        seen.append(any(parameter.grad is not None for parameter in model.parameters()))
+        return {"loss": (loss_of(model, data), len(data))}
+
+    def head(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[-1].parameters(), lr=0.5)  # type: ignore[index]
+
+    model, sampler, data = make_model(), ElasticSampler(LENGTH, GLOBAL_BATCH, seed=3), Points()
+    optimizers = [head(model), torch.optim.SGD(model[0].parameters(), lr=0.5)]  # type: ignore[index]
+    for _, batch in zip(range(STEPS), sampler, strict=False):
+        loss_of(model, torch.stack([data[i] for i in batch.sample_ids])).backward()  # type: ignore[no-untyped-call]
+        for one in optimizers:
+            one.step()
+        model.zero_grad()
+    options: dict[str, Any] = {"optimizer": head, "scheduler": None, "strategy": strategy}
+    trainer = make(**options, callbacks=[SecondOptimizer()], evaluator=Evaluator(Points(3), measure), evaluate_every=1)
+    trainer.fit()
+    whole = [getattr(p, "full_tensor", p.detach)() for p in trainer.model.parameters()]
+    for found, wanted in zip(whole, model.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert seen
+    assert not any(seen)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
