@@ -458,9 +458,11 @@ def step_and_clear(
     norm: Tensor | None = None
     loss_scale.unscale(optimizer)
     if max_grad_norm is not None:
-        # Others have gradients, too, which nothing unscales. Those that are not the model's nobody averages.
-        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        norm = nn.utils.clip_grad_norm_([one for one in model.parameters() if one in trained], max_grad_norm)
+        own, trained = set(model.parameters()), {p for group in optimizer.param_groups for p in group["params"]}
+        # Others have gradients, too, which nothing unscales. But an optimizer that has copies of some (in higher
+        # precision) does not tell which of the model's gradients it takes.
+        chosen = trained if trained <= own else own
+        norm = nn.utils.clip_grad_norm_([one for one in model.parameters() if one in chosen], max_grad_norm)
     if loss_scale.step(optimizer) and scheduler is not None:
         scheduler.step()
     optimizer.zero_grad()

@@ -193,6 +193,39 @@ def test_an_optimizer_of_a_part_clips_and_clears_that_part(
     assert torch.equal(weights(run("b", STEPS)), weights(whole))
 
 
+class WithMasters(torch.optim.SGD):
+    """Steps copies of some of a model's parameters, in higher precision say, with the gradients that these have."""
+
+    def __init__(self, parameters: list[nn.Parameter], copied: int) -> None:
+        self.pairs = [(one, nn.Parameter(one.detach().clone())) for one in parameters[:copied]]
+        super().__init__([*(master for _, master in self.pairs), *parameters[copied:]], lr=0.5)
+
+    def step(self, *arguments: Any) -> None:  # type: ignore[override]
+        for one, master in self.pairs:
+            master.grad, one.grad = one.grad, None
+        super().step(*arguments)
+        for one, master in self.pairs:
+            one.data.copy_(master.data)
+
+
+@pytest.mark.parametrize("copied", [0, 2, 4])
+def test_clipping_with_an_optimizer_that_has_copies(copied: int) -> None:
+    """The model's gradients are clipped whatever stands in the parameter groups."""
+    trainer = make(
+        optimizer=lambda model: WithMasters([*model.parameters()], copied), max_grad_norm=0.05, scheduler=None
+    )
+    trainer.fit()
+    model, sampler, data = make_model(), ElasticSampler(LENGTH, GLOBAL_BATCH, seed=3), Points()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _, batch in zip(range(STEPS), sampler, strict=False):
+        loss_of(model, torch.stack([data[i] for i in batch.sample_ids])).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = torch.cat([p.detach().flatten() for p in model.parameters()])
+    torch.testing.assert_close(weights(trainer), wanted, rtol=1e-12, atol=1e-12)
+
+
 class SecondOptimizer(Callback):
     """Steps the model's first part with an optimizer of its own."""
 
