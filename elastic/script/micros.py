@@ -32,11 +32,15 @@ class Micros(Accumulation):
         self._schedules = [one for one in schedules if hasattr(one, "last_epoch")]
         # In the first step: a gradient that must not be cleared between micro-batches.
         self._watched: tuple[nn.Parameter, Tensor] | None = None
-        self._first = True
+        # Until a batch follows that was gone through.
+        self._first, self._whole = True, False
+        # Ids of the parameters whose gradients of earlier micro-batches are gone.
+        self._lost: set[int] = set()
         self._watch = not self._engine and not self._sharded and not _moves_gradients(model)
         listen(self)
 
     def _micro_batches(self, batch: Batch[T]) -> Iterator[MicroBatch[T]]:
+        self._lost, self._first = set(), not self._whole
         try:
             for micro in super()._micro_batches(batch):
                 self._inside = True
@@ -47,32 +51,26 @@ class Micros(Accumulation):
                     self._look_at_gradients(batch.step)
         finally:
             self._inside, self._watched = False, None
-        self._first = False
+        self._whole = True
         self._look_at_mode(batch.step)
 
     def close(self) -> None:
         """See `Accumulation`."""
         super().close()
-        self._schedules = []
+        self._schedules, self._lost = [], set()
 
     def clears(self, owner: Optimizer | nn.Module) -> None:
-        """See `ClearListener`. An engine clears gradients in its own step, which belongs inside.
+        """See `ClearListener`. It is no mistake as long as no optimizer steps what is cleared.
 
-        Raises:
-            RuntimeError: Gradients of earlier micro-batches would be gone.
+        The half of a GAN whose turn it is not has gradients that nobody wants. An engine clears in its own step, which
+        belongs inside.
         """
-        if not self._inside or self._engine or self._batch is None or self._batch.handed_out < 2:
+        if self._engine or self._batch is None:
             return
-        ours = {id(parameter) for parameter in self.model.parameters()}
-        for optimizer in self.optimizers:
-            ours.update(id(parameter) for parameter in _parameters_of(optimizer))
-        if not any(id(one) in ours and one.grad is not None for one in _parameters_of(owner)):
-            return
-        if self._first:
-            raise RuntimeError(_cleared(self._batch.step))
-        if not self._said:
-            self._said = True
-            remark("%s", _cleared(self._batch.step))
+        if not self._inside:  # what is computed from here on is a gradient of its own
+            self._lost.difference_update(id(one) for one in _parameters_of(owner))
+        elif self._batch.handed_out > 1:
+            self._lost.update(id(one) for one in _parameters_of(owner) if one.grad is not None)
 
     def cleared(self, owner: Optimizer | nn.Module) -> None:
         """See `ClearListener`."""
@@ -90,12 +88,14 @@ class Micros(Accumulation):
                 )
 
     def _look_at_gradients(self, step: int) -> None:
-        """Raises RuntimeError if the gradients of earlier micro-batches are gone."""
+        """Looks whether the gradients of earlier micro-batches are gone; RuntimeError if no optimizer is known."""
         if self._watched is None:
             found = ((p, p.grad) for p in self.model.parameters() if p.grad is not None and _grows_in_place(p.grad))
             self._watched = next(found, None)
         elif self._watched[0].grad is not self._watched[1]:
-            raise RuntimeError(_cleared(step))
+            self._lost.add(id(self._watched[0]))
+            if not self.optimizers:
+                raise RuntimeError(_cleared(step))
 
     def _look_at_mode(self, step: int) -> None:
         training = self.model.training
@@ -107,14 +107,20 @@ class Micros(Accumulation):
             )
         self._training = training if self._training is None else self._training and training
 
-    def _before_optimizer(self, *arguments: Any) -> None:
+    def _before_optimizer(self, optimizer: Optimizer, *arguments: Any) -> None:
         if self._inside and self._batch is not None:
             raise RuntimeError(
                 f"the optimizer steps inside `for micro in batch` (step {self._batch.step}), where the gradient is "
                 "that of a part of the global batch: call optimizer.step() behind that loop, with clipping, "
                 "zero_grad() and the scheduler's step()"
             )
-        super()._before_optimizer(*arguments)
+        if self._batch is not None and self._lost and any(id(p) in self._lost for p in _parameters_of(optimizer)):
+            if self._first:
+                raise RuntimeError(_cleared(self._batch.step))
+            if not self._said:
+                self._said = True
+                remark("%s", _cleared(self._batch.step))
+        super()._before_optimizer(optimizer, *arguments)
 
 
 def _cleared(step: int) -> str:

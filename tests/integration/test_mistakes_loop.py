@@ -99,8 +99,9 @@ def test_a_step_inside(micro_batch: int) -> None:
 @brings(
     "`optimizer.zero_grad()` or `model.zero_grad()` inside `for micro in batch`",
     Comes.REFUSED,
-    "only the last micro-batch's gradient would be left. Seen in the first step that has several; in later ones a line "
-    "says it (a script may drop a loss that is no number). What a script writes to gradients by itself "
+    "only the last micro-batch's gradient would be left. Seen in the first step that has several, where its optimizer "
+    "steps; in later ones a line says it (a script may drop a loss that is no number). What no optimizer steps then "
+    "may be cleared, such as the other half of a GAN. What a script writes to gradients by itself "
     "(`p.grad.zero_()`, clipping) nobody sees",
     "call it behind that loop",
 )
@@ -127,6 +128,62 @@ def test_other_gradients_may_be_cleared_inside() -> None:
         other(micro.data[:, :4]).sum().backward()
         beside.step()
         micro.scale(script.loss(micro.data)).backward()
+
+
+@pytest.mark.parametrize("parity", [0, 1])
+@pytest.mark.parametrize("judge_first", [False, True])
+def test_a_part_that_no_optimizer_steps_may_be_cleared_inside(
+    caplog: pytest.LogCaptureFixture, parity: int, judge_first: bool
+) -> None:
+    """Two parts that take turns, as those of a GAN: in one's turn the other's gradients are nobody's."""
+    torch.manual_seed(1)
+    maker, judge, s = nn.Linear(4, 4), nn.Linear(4, 1), session()
+    turns = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (maker, judge)]
+    state = s.state(nn.ModuleList([judge, maker] if judge_first else [maker, judge]), turns[0], judge=turns[1])
+    data = s.data(torch.randn(100, 4), global_batch=16, micro_batch=4)
+    before = [one.weight.detach().clone() for one in (maker, judge)]
+    for batch in s.steps(data, state, max_steps=4):
+        turn = (batch.step + parity) % 2
+        for micro in batch:
+            (maker, judge)[1 - turn].zero_grad()
+            micro.scale(judge(maker(micro.data)).square().mean()).backward()
+        turns[turn].step()
+        for one in turns:
+            one.zero_grad()
+    assert not any(torch.equal(one.weight, old) for one, old in zip((maker, judge), before, strict=True))
+    assert not [line for line in caplog.messages if "cleared" in line]
+
+
+def test_gradients_cleared_inside_without_an_optimizer() -> None:
+    """Nobody knows which step would take them: the first parameter counts."""
+    s = session()
+    model = nn.Linear(4, 1)
+    state = s.state(model)
+    batch = next(iter(s.steps(s.data(torch.randn(100, 4), global_batch=16, micro_batch=4), state, max_steps=2)))
+    micros = iter(batch)
+    for _ in range(2):
+        micro = next(micros)
+        model.zero_grad()
+        micro.scale(model(micro.data).mean()).backward()
+    with pytest.raises(RuntimeError, match="cleared between its micro-batches"):
+        next(micros)
+
+
+def test_gradients_cleared_behind_all_micro_batches_are_others() -> None:
+    """What a script computes there of its own may be stepped."""
+    model, judge, s = nn.Linear(4, 4), nn.Linear(4, 1), session()
+    optimizer, beside = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, judge))
+    state = s.state(nn.ModuleList([model, judge]), optimizer, judge=beside)
+    data = s.data(torch.randn(100, 4), global_batch=16, micro_batch=4)
+    for batch in s.steps(data, state, max_steps=2):
+        for micro in batch:
+            judge.zero_grad()
+            micro.scale(judge(model(micro.data)).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        beside.zero_grad()
+        judge(torch.ones(4)).sum().backward()
+        beside.step()
 
 
 def test_gradients_cleared_inside_later(caplog: pytest.LogCaptureFixture) -> None:
