@@ -129,18 +129,13 @@ class Unknown(BatchSource[T]):
         batch = batch_in(self._next[0]) if self._next else None
         return None if batch is None else batch.made_by
 
-    def check_one_place(self) -> None:
-        """Checks that what a loop gets at a time stands at one place in the data, as only one is saved.
-
-        Raises:
-            ValueError: There is a second `Batch` that would not go on where the first one does.
-        """
+    @property
+    def apart(self) -> int:
+        """How many `Batches` the next item has batches of, if they would not go on together; else 0."""
         found = batches_in(self._next[0]) if self._next else []
-        if not all(_stands_with(found[0], other) for other in found[1:]):
-            raise ValueError(
-                f"{kind(self._data)} gives {len(found)} batches at a time, which do not go on at the same place in the "
-                f"same order of samples, and one place is saved: {ONE_DATA_SET}"
-            )
+        # A batch and the one behind it (``pairwise``) have one place.
+        first = {id(one.made_by): one for one in reversed(found)}
+        return 0 if all(_stands_with(found[0], other) for other in first.values()) else len(first)
 
     @property
     def loses(self) -> bool:
@@ -163,8 +158,6 @@ def _stands_with(first: Batch[Any], other: Batch[Any]) -> bool:
         return True
     one, two = first.made_by, other.made_by
     if one is None or two is None or (first.position, first.position_after) != (other.position, other.position_after):
-        return False
-    if one is not two and not one.order.length:  # a stream, which ends where it ends
         return False
     try:
         check_order(one.order, two.order)
@@ -321,8 +314,6 @@ def begin(data: Iterable[T], *, advanced: bool) -> Unknown[T] | None:
     found = Unknown(data)
     try:
         found.ahead(1)
-        if not given:
-            found.check_one_place()
     except Exception as error:  # the other ranks must hear of every error before this one ends
         found.failure = error
     return found
@@ -423,6 +414,14 @@ def say_what_cannot_resume(source: BatchSource[Any], data: Any, world_size: int)
             "its first samples again, which is refused; %s",
             kind(data),
             INSTEAD,
+        )
+    elif isinstance(source, Unknown) and source.apart:
+        remark(
+            "%s gives batches of %d Batches at a time, which do not go on at one place in one order of samples, and one"
+            " place is saved: a run that goes on from a checkpoint is refused; %s",
+            kind(data),
+            source.apart,
+            ONE_DATA_SET,
         )
     elif isinstance(source, Unknown) and source.loses:
         remark(

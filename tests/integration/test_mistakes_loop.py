@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count, cycle
+from itertools import count, cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, session
 from tests.support.pages.mistakes import Comes, brings
@@ -407,7 +407,7 @@ class Bar:
         yield from self.iterable
 
 
-def zipped(directory: Path, beside: Callable[[Any], Any], steps: int, around: Any = iter) -> list[Any]:
+def zipped(directory: Path | None, beside: Callable[[Any], Any], steps: int, around: Any = iter) -> list[Any]:
     """The samples of each step of a loop over ``zip``, and what comes beside them."""
     seen: list[Any] = []
     with session(directory) as s:
@@ -449,17 +449,31 @@ def test_numbers_beside_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert caplog.messages == []
 
 
+def apart(caplog: pytest.LogCaptureFixture) -> int:
+    """How many lines say that two batches do not go on together."""
+    return len([one for one in caplog.messages if "gives batches of 2 Batches at a time" in one])
+
+
 @brings(
     "`zip` of two `Batches` of other lengths, seeds or places",
-    Comes.REFUSED,
-    "one place in the data is saved, and no start could go on with both",
+    Comes.SAID,
+    "one place in the data is saved, and no start could go on with both: a run that goes on is refused",
     "one data set of both (torch's `StackDataset`), or draw the other's samples by `batch.step`",
 )
 @pytest.mark.parametrize("other", [{"length": 80}, {"seed": 2}])
-def test_two_batches_at_a_time(tmp_path: Path, other: Any) -> None:
-    """Before the first step. It was refused where the run was to go on."""
-    with pytest.raises(ValueError, match=r"gives 2 batches at a time.*make one data set of both"):
-        zipped(tmp_path, lambda s: batches_of(s, **other), 2)
+def test_two_batches_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureFixture, other: Any) -> None:
+    """At the run's start, once; where the run is to go on it is refused."""
+    zipped(tmp_path, lambda s: batches_of(s, **other), 2)
+    assert apart(caplog) == 1
+    with pytest.raises(ValueError, match="sample order is another one"):
+        zipped(tmp_path, lambda s: batches_of(s, **other), 4)
+    assert apart(caplog) == 1
+
+
+def test_two_batches_at_a_time_of_which_nothing_is_saved(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing will go on."""
+    assert len(zipped(None, lambda s: batches_of(s, seed=2), 2)) == 4
+    assert not apart(caplog)
 
 
 def test_two_batches_that_stand_alike_go_on_alike(tmp_path: Path) -> None:
@@ -469,9 +483,40 @@ def test_two_batches_that_stand_alike_go_on_alike(tmp_path: Path) -> None:
     assert sorted(sample for step in seen[::2] for sample in step) == list(map(float, range(40)))
 
 
-def test_batches_of_two_steps_at_a_time(tmp_path: Path) -> None:
-    """The place behind the first one would be saved, and the second one be trained again."""
-    with session(tmp_path) as s:
-        batches = iter(batches_of(s))
-        with pytest.raises(ValueError, match="gives 2 batches at a time"):
-            s.steps(zip(batches, batches, strict=False), max_steps=2, save=lambda path: None)
+class Endless(IterableDataset[Any]):
+    """A stream without an end."""
+
+    def __iter__(self) -> Any:
+        return map(float, count())
+
+
+def test_two_endless_streams_go_on_alike(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In lockstep, as long as both take as many samples in a step."""
+
+    def run(steps: int) -> list[Any]:
+        with session(tmp_path) as s:
+            plan = BatchPlan(4, s.world_size, 4)
+            data = [
+                Batches(Endless(), ElasticSampler(None, 4, shuffle=False), plan, s.rank, resume=s.resume)
+                for _ in range(2)
+            ]
+            both = s.steps(zip(*data, strict=False), max_steps=steps, save=lambda path: path.joinpath("x").touch())
+            return [[x for micro in one.micro_batches for x in micro.data.tolist()] for pair in both for one in pair]
+
+    seen = run(2) + run(4)
+    assert seen[::2] == seen[1::2]
+    assert sorted(sample for step in seen[::2] for sample in step) == list(map(float, range(16)))
+    assert not apart(caplog)
+
+
+def test_a_batch_and_the_one_behind_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever looks ahead trains the first one: its place is saved, and right."""
+
+    def run(steps: int) -> list[Any]:
+        with session(tmp_path) as s:
+            pairs = s.steps(pairwise(batches_of(s)), max_steps=steps, save=lambda path: path.joinpath("x").touch())
+            return [x for batch, _ in pairs for micro in batch.micro_batches for x in micro.data.tolist()]
+
+    seen = run(2) + run(9)
+    assert len(seen) == len(set(seen)) == 36
+    assert not apart(caplog)
