@@ -131,6 +131,9 @@ class ReadTogether:
         self._samples, self._device = 0, device
         self._dataset, self._rank, self._busy, self._patience = dataset, rank, busy, patience_seconds
         self._first: FirstSamples | None = None
+        self._compared = False
+        # What is said of them, if they are not the same on all ranks. On all ranks alike.
+        self._unlike = ""
         self.varies = False
 
     def read(self, samples: Sequence[Any]) -> None:
@@ -143,13 +146,14 @@ class ReadTogether:
         """Compares how much has been read, and what at first. Called before each batch, and at the end.
 
         Collective over the default group: one reduction of two numbers; where they differ `compare` follows, which says
-        who has read what. Before the first batch one gather more, and a second one if the samples differ.
+        who has read what. Before the first batch one gather more, and at the end a second one if the samples differed:
+        then each rank reads its first ones again. Earlier that would move a stream that has only one place.
 
         Args:
             end: This rank has read all.
 
         Raises:
-            Unlike: It is not the same. On all ranks.
+            Unlike: It is not the same; of the first samples it is raised at the end. On all ranks.
         """
         number = 2 * self._samples + end
         most, least = max_over_ranks([number, -number], self._device)
@@ -157,19 +161,19 @@ class ReadTogether:
         if most != -least:
             read = f"{self._samples} (its end)" if end else str(self._samples)
             compare(lambda: {"number of samples read of the iterable data set": read}, self._device)
-        first, self._first = self._first, None
-        if first is not None:
-            self._compare(first)
+        if self._first is not None and not self._compared:
+            self._compared = True
+            found = compared(gather_over_ranks(self._first.told(), self._device), {}, used="measured")
+            self._unlike = found.text if found.likeness is Likeness.OTHER else ""
+        if end and self._first is not None and self._unlike:
+            self._compare_again(self._first)
 
-    def _compare(self, first: FirstSamples) -> None:
-        found = compared(gather_over_ranks(first.told(), self._device), {}, used="measured")
-        if found.likeness is not Likeness.OTHER:
-            return
+    def _compare_again(self, first: FirstSamples) -> None:
         self._busy()
         again = first.told_again(self._patience)
         self._busy()
         if compared(gather_over_ranks(again, self._device), {}, used="measured").likeness is Likeness.OTHER:
-            raise Unlike(found.text)
+            raise Unlike(self._unlike)
         self.varies = True
         if self._rank == 0:
-            remark("%s", of_a_stream(found.text, used="measured"))
+            remark("%s", of_a_stream(self._unlike, used="measured"))

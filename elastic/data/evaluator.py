@@ -191,7 +191,6 @@ class Evaluator:
                     # Whoever has come to its end would come neither to ``interrupt``, whatever group that is of, nor to
                     # a forward pass in which the ranks of a sharded model meet.
                     stream.meet(end=False)
-                    self._varies = self._varies or stream.varies
                 if interrupt is not None and number % self._interrupt_every == 0 and interrupt():
                     raise Interrupted
                 busy()
@@ -200,6 +199,7 @@ class Evaluator:
                     counts.add(measured)
         if stream is not None:
             stream.meet(end=True)
+            self._varies = self._varies or stream.varies
         return dict(self._finish(totals)) if _anything(totals := counts.reduce()) else {}
 
     def _stream(self, where: torch.device, rank: int, busy: Callable[[], None], *, asked: bool) -> ReadTogether | None:
