@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ __all__ = ["HasParts", "OptimizerWatch", "is_listed", "steps"]
 
 # An optimizer that keeps nothing after so many steps is not looked at any more.
 _LOOKS = 3
+# How deep in a part, and at how many things on each level, is looked; and how long a container may be.
+_LEVELS, _MOST = 2, 1000
 
 
 class HasParts(Protocol):
@@ -69,17 +72,28 @@ class OptimizerWatch:
 
 
 def is_listed(one: Any, parts: Mapping[str, Any]) -> bool:
-    """Whether it is a part, or inside of one."""
-    return any(one is other for part in parts.values() for other in (part, *_inside(part)))
+    """Whether it is a part, or inside of one, two levels deep at most."""
+    held = list(parts.values())
+    return any(one is part for part in held) or any(one is other for part in held for other in _inside(part))
 
 
 def _inside(part: Any) -> Iterator[Any]:
-    for value in getattr(part, "__dict__", {}).values():
+    level = [part]
+    for _ in range(_LEVELS):
+        level = list(islice((value for holder in level for value in _held_by(holder)), _MOST))
+        yield from level
+
+
+def _held_by(holder: Any) -> Iterator[Any]:
+    """Its attributes, and what is in those that are containers: a script's data set may be among them."""
+    try:
+        values = list(vars(holder).values())
+    except Exception:  # it has none, or is a proxy of something that is gone
+        return
+    for value in values:
         yield value
-        if isinstance(value, dict):
-            yield from value.values()
-        elif isinstance(value, list | tuple):
-            yield from value
+        if isinstance(value, dict | list | tuple) and len(value) <= _MOST:
+            yield from value.values() if isinstance(value, dict) else value
 
 
 def steps(optimizer: Optimizer, model: nn.Module) -> bool:

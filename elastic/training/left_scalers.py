@@ -38,6 +38,7 @@ class ScalerWatch:
         # Those of another model are looked at once.
         self._others: weakref.WeakSet[Any] = weakref.WeakSet()
         _watches[state] = self
+        _looks.clear()
         _wrap()
 
     def stepped(self, scaler: GradScaler, optimizer: Any) -> None:
@@ -59,6 +60,9 @@ class ScalerWatch:
 
 # By state, which none of them keeps alive.
 _watches: weakref.WeakKeyDictionary[Any, ScalerWatch] = weakref.WeakKeyDictionary()
+# How often each scaler was looked at; those that are not to be looked at any more have had all of it.
+_looks: weakref.WeakKeyDictionary[GradScaler, int] = weakref.WeakKeyDictionary()
+_LOOKS = 3
 _wrapped = False
 
 
@@ -84,8 +88,13 @@ def _stepping(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _look(scaler: GradScaler, optimizer: Any) -> None:
-    watches = list(_watches.items())
+    looks, watches = _looks.get(scaler, 0), list(_watches.items())
+    if looks >= _LOOKS or not watches or not scaler.is_enabled():
+        return
+    _looks[scaler] = looks + 1
     # A scaler may be several models'.
-    if scaler.is_enabled() and not any(is_listed(scaler, state.parts) for state, _ in watches):
-        for _, watch in watches:
-            watch.stepped(scaler, optimizer)
+    if any(is_listed(scaler, state.parts) for state, _ in watches):
+        _looks[scaler] = _LOOKS
+        return
+    for _, watch in watches:
+        watch.stepped(scaler, optimizer)

@@ -51,6 +51,7 @@ LISTED: dict[str, Callable[[GradScaler], Any]] = {
     "itself": lambda scaler: scaler,
     "a Trainer's": LossScale,
     "within a part": lambda scaler: SimpleNamespace(inner=scaler),
+    "within what a part has": lambda scaler: SimpleNamespace(inner=SimpleNamespace(scaler=scaler)),
     "among others of a part": lambda scaler: SimpleNamespace(scalers={"g": made(), "d": scaler}),
 }
 
@@ -86,6 +87,54 @@ def test_those_that_lose_nothing_here_are_not() -> None:
     assert gone() is None
     step(model, made())
     assert not said
+
+
+class Parts(State):
+    """Counts how often it is asked for its parts."""
+
+    asked = 0
+
+    @property
+    def parts(self) -> Any:  # type: ignore[override]
+        self.asked += 1
+        return self.held
+
+    @parts.setter
+    def parts(self, parts: Any) -> None:
+        self.held = parts
+
+
+class Long(list[Any]):
+    """As a data set's samples in a part: nobody goes through it."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("it was gone through")
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("other", [False, True])
+def test_a_scaler_is_looked_at_three_times_at_most(*, listed: bool, other: bool) -> None:
+    """Whether it is listed or not, and whether it steps the model or another one. A step costs nothing then."""
+    model, scaler = nn.Linear(2, 2), made()
+    state = Parts(data=SimpleNamespace(samples=Long([0] * 2000), inner=scaler if listed else None))
+    said = watched(state, model)
+    step(nn.Linear(2, 2) if other else model, scaler, times=10)
+    assert state.asked <= 3
+    assert len(said) == (not listed and not other)
+
+
+def test_a_further_state_looks_anew() -> None:
+    """A scaler that the one before had."""
+    model, scaler = nn.Linear(2, 2), made()
+    state = State(scaler=scaler)
+    assert watched(state, model) == []
+    step(model, scaler)
+    del state
+    gc.collect()
+    state = State()
+    said = watched(state, model)
+    step(model, scaler)
+    assert len(said) == 1
 
 
 def test_what_a_strange_object_raises_ends_no_training() -> None:
