@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ..checkpoint import Position
@@ -231,6 +231,15 @@ class Fetcher(StandIn["T | Inspected"]):
 
     def __init__(self, dataset: Any, maker: Maker[T], epoch: DataEpoch) -> None:
         super().__init__(dataset, (maker, epoch))
+
+    def __getattr__(self, name: str) -> Any:
+        # Earlier versions had the data set under this name. One that has it itself may be what torch's documents show,
+        # but a part of another one the script knows as what it gave.
+        if name == "dataset":
+            dataset, _ = parts_of(self)
+            if isinstance(dataset, Subset) or not hasattr(dataset, name):
+                return dataset
+        return super().__getattr__(name)
 
     def __getitem__(self, part: PlannedMicroBatch | Inspection) -> T | Inspected:
         dataset, (maker, epoch) = parts_of(self)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import Subset, get_worker_info
 
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler
 from dalsegno.elastic.data.epochs import DataEpoch
@@ -27,6 +28,29 @@ def test_a_process_that_reads_for_the_training_finds_the_data_set(context: str) 
     seen = [len(micro.data) for batch in batches for micro in batch.micro_batches]
     assert seen == [5] * 4
     assert data.shift is None
+
+
+def opens_as_before(worker: int) -> None:
+    """As scripts do that were written for what a loader read in earlier versions."""
+    info: Any = get_worker_info()
+    found = info.dataset.dataset
+    found = found.dataset if isinstance(found, Subset) else found
+    found.open()
+    found.shift = 100
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("part", [False, True])
+def test_it_finds_the_data_set_where_it_was_before(context: str, *, part: bool) -> None:
+    """A part of a data set is what the script has given, too."""
+    options = {"num_workers": 2, "worker_init_fn": opens_as_before, "multiprocessing_context": context}
+    sampler, plan = ElasticSampler(20, 10, shuffle=False), BatchPlan(10, 1, 5)
+    data: Any = Opened(20, turned=False)
+    given = Subset(data, range(20)) if part else data
+    batches = Batches(given, sampler, plan, 0, data_epochs=1, loader_options=options)
+    seen = [len(micro.data) for batch in batches for micro in batch.micro_batches]
+    assert seen == [5] * 4
 
 
 class Samples(list[Tensor]):
