@@ -293,16 +293,32 @@ def to_device(data: Any, device: torch.device) -> Any:
     if callable(getattr(data, "to", None)):
         return data.to(device)
     if isinstance(data, dict):
-        # As torch's collate does it: nobody knows what a class of its own is made from.
-        moved = copy.copy(data)
-        for key, value in data.items():
-            moved[key] = to_device(value, device)
-        return moved
+        moved = {key: to_device(value, device) for key, value in data.items()}
+        return moved if type(data) is dict else _as_copy(data, moved)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(to_device(value, device) for value in data))
     if isinstance(data, list | tuple):
         return type(data)(to_device(value, device) for value in data)
     return data
+
+
+def _as_copy(data: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
+    """``data`` with other values, as torch's collate does it: nobody knows what a class of its own is made from.
+
+    Where it can be neither copied nor set ``values`` are returned.
+    """
+    try:
+        copied: Any = copy.copy(data)
+        if copied is data:
+            return values
+        if getattr(data, "__dict__", None) is data:  # a copy's attributes are beside it
+            copied.__dict__ = copied
+        for key, value in values.items():
+            copied[key] = value
+    except Exception:  # whatever a class of the script's own says to it; all values are moved already
+        return values
+    found: dict[Any, Any] = copied
+    return found
 
 
 @contextmanager

@@ -368,6 +368,76 @@ def test_data_that_can_move_themselves_do() -> None:
     assert not packed.data.is_meta
 
 
+class Frozen(dict[str, Any]):
+    """Cannot be set."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("'Frozen' object does not support item assignment")
+
+
+class Shared(dict[str, Any]):
+    """Is its own copy."""
+
+    def __copy__(self) -> Shared:
+        return self
+
+
+class Made(dict[str, Any]):
+    """Is made with arguments, which a copy does not know."""
+
+    def __new__(cls, origin: str, **values: Any) -> Made:
+        return super().__new__(cls)
+
+    def __init__(self, origin: str, **values: Any) -> None:
+        super().__init__(**values)
+
+
+class Attributes(dict[str, Any]):
+    """Its items are its attributes."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.__dict__ = self
+
+
+@pytest.mark.parametrize("given", [Frozen(x=torch.ones(1), n=3), Shared(x=torch.ones(1), n=3)])
+def test_dictionaries_that_cannot_be_copied_and_set(given: Any) -> None:
+    """A plain one takes their place, and nothing is done to them."""
+    moved = to_device(given, torch.device("meta"))
+    assert type(moved) is dict
+    assert (list(moved), moved["x"].is_meta, moved["n"]) == (["x", "n"], True, 3)
+    assert not given["x"].is_meta
+
+
+def test_a_dictionary_that_is_made_with_arguments() -> None:
+    """As above."""
+    moved = to_device(Made("here", x=torch.ones(1)), torch.device("meta"))
+    assert type(moved) is dict
+    assert moved["x"].is_meta
+
+
+def test_a_dictionary_whose_items_are_attributes() -> None:
+    """One is not moved without the other."""
+    given = Attributes(x=torch.ones(1))
+    moved = to_device(given, torch.device("meta"))
+    assert moved.x is moved["x"]
+    assert moved.x.is_meta
+    moved.y = 1
+    assert moved["y"] == 1
+    assert not given.x.is_meta
+
+
+def test_an_error_of_a_move_is_that_of_the_move() -> None:
+    """It is none of the dictionary's."""
+
+    class Immovable:
+        def to(self, device: torch.device) -> None:
+            raise TypeError("no room")
+
+    with pytest.raises(TypeError, match="no room"):
+        to_device(Attributes(x=Immovable()), torch.device("meta"))
+
+
 def test_what_can_be_read_only_once_is_refused() -> None:
     """The second evaluation would have nothing, and say so to nobody."""
     with pytest.raises(ValueError, match="only once"):
