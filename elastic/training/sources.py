@@ -183,7 +183,6 @@ class StatefulLoader(Unknown[T]):
         # Behind the batch that was taken last, and before it; None: at the beginning.
         self._state: Any = None
         self._before: Any = None
-        self._taken: list[T] = []
         self._untrained = False
 
     def go_on(self) -> str:
@@ -220,7 +219,7 @@ class StatefulLoader(Unknown[T]):
 
     def take(self) -> T:
         batch = super().take()
-        self._before, self._taken, self._untrained = self._state, [batch], False
+        self._before, self._untrained = self._state, False
         # Now, because the loader moves on when the next batch is fetched to see whether there is one. A copy, because
         # the loader may go on working with its state.
         loader: Any = self._data
@@ -233,7 +232,8 @@ class StatefulLoader(Unknown[T]):
     def files(self, rank: int) -> dict[str, bytes]:
         state, following, ended = self._state, self._next, self._ended and not self._next
         if self._untrained:
-            state, following, ended = self._before, self._taken, False
+            # The step may have changed the batch that comes next, so nothing is said of that.
+            state, following, ended = self._before, [], False
         # At the last step of a run the next batch was not fetched.
         held = {"state": state, "ended": ended, "next": fingerprint(following) if following else None}
         content = io.BytesIO()

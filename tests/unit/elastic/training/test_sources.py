@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,34 @@ def test_a_loader_that_goes_on_with_another_batch_is_said(caplog: pytest.LogCapt
     wrapper = Numbers(keeps=False)
     wrapper.base_dataloader = Numbers()  # type: ignore[attr-defined]
     assert "its state lacks the order" in StatefulLoader(wrapper, saved(3, ahead=1)).go_on()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("changes", [lambda batch: batch.pop("labels"), lambda batch: batch["x"].zero_()])
+def test_what_an_untrained_step_did_to_its_batch_says_nothing_of_the_loader(
+    wrapped: bool, changes: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrapper of Accelerate's was refused for ever."""
+
+    class Dictionaries(Numbers):
+        def __next__(self) -> Any:
+            return {"x": torch.ones(2), "labels": super().__next__()}
+
+    def made() -> Any:
+        data = Dictionaries()
+        if wrapped:
+            data.base_dataloader = Numbers()  # type: ignore[attr-defined]
+        return data
+
+    source: StatefulLoader[Any] = StatefulLoader(made(), None)
+    source.take()
+    changes(source.take())
+    source.last(trained=False)
+    (content,) = source.files(0).values()
+    again: StatefulLoader[Any] = StatefulLoader(made(), torch.load(io.BytesIO(content), weights_only=True))
+    assert again.go_on() == ""
+    assert again.take()["labels"] == 2
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("found", [TimeoutError, MemoryError, RuntimeError, TypeError])
