@@ -99,17 +99,17 @@ class LocalLock:
         with other:
             if not may_go_on():
                 raise OSError(errno.ESTALE, "there are checkpoints of another one", str(self._path.parent))
-            self.release()
-            self._file, self._shown, self._descriptor = other._file, other._shown, other._descriptor
-            other._descriptor = None
+            old, self._descriptor = self._descriptor, other._descriptor
+            self._file, self._shown, other._descriptor = other._file, other._shown, None
+        # The file system may have forgotten it (ESTALE), and it is nobody's any more.
+        with contextlib.suppress(OSError):
+            _give_back(old)
 
     def release(self) -> None:
         """Gives the lock back, also where a forked process still has the descriptor."""
         # First: a process that is forked meanwhile must not close a number that somebody else has by then.
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+        _give_back(descriptor)
 
     def __enter__(self) -> LocalLock:
         self.acquire()
@@ -127,6 +127,15 @@ class LocalLock:
         with contextlib.suppress(OSError):
             if descriptor is not None and self._file and os.path.samestat(os.fstat(descriptor), self._file):
                 os.close(descriptor)
+
+
+def _give_back(descriptor: int | None) -> None:
+    if descriptor is None:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 # A loader's workers outlive a process that was killed until they look for it, and would keep the lock so long.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -109,6 +111,30 @@ def test_a_lock_file_that_was_deleted_is_made_again(training: Session, run: Path
     another(run, "step-9.e1.1")
     assert step(training) is None
     assert [one.name for one in CheckpointStore(run).sealed()] == ["step-3.e0.1", "step-9.e1.1"]
+
+
+def test_an_old_lock_that_cannot_be_given_back_keeps_nobody_from_the_new_one(
+    training: Session, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that forgets deleted files says ESTALE. The training then wrote on without any lock."""
+    take = fcntl.flock
+
+    def flock(descriptor: int, how: int) -> None:
+        if how == fcntl.LOCK_UN and os.fstat(descriptor).st_nlink == 0:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        take(descriptor, how)
+
+    shutil.rmtree(run)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = len(os.listdir("/proc/self/fd"))
+    assert step(training).name == "step-3.e0.1"
+    with pytest.raises(DirectoryInUse):
+        LocalLock(run).acquire()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.unlink(run / ".lock")
+    assert step(training).name == "step-4.e0.1"
+    with pytest.raises(DirectoryInUse):
+        LocalLock(run).acquire()
 
 
 @pytest.mark.parametrize("ends", ["fails", "is sealed"])
