@@ -85,6 +85,11 @@ class LocalLock:
         except FileNotFoundError:
             return False
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether no file has the lock's name. Raises OSError where nobody can tell."""
+        return not is_file(self._path)
+
     def renew(self, may_go_on: Callable[[], bool]) -> None:
         """Takes the lock of what the path leads to now, and gives the other one back.
 
@@ -164,8 +169,12 @@ class CheckpointStore:
 
     def check_held(self) -> None:
         """Raises OSError where the lock is not that of the directory here any more."""
-        if self._lock is not None and not self._lock.is_there:
-            raise _lost("another training may be at work", self.run_dir)
+        if self._lock is None or self._lock.is_there:
+            return
+        if self._lock.is_gone:
+            text = "this training's lock file, or the directory with it, was deleted: the next save makes it again"
+            raise OSError(errno.ESTALE, text, str(self.run_dir))
+        raise _lost("another training may be at work", self.run_dir)
 
     def hold(self, last: Ref | None) -> None:
         """Before a checkpoint is begun: the lock is that of the directory here.
@@ -273,6 +282,8 @@ class CheckpointStore:
         for path in [self.path(name) for name in names]:
             stays = [form for form in failures if str(CheckpointName.parse(form).source) == path.name]
             try:
+                if _is_gone(path):
+                    continue
                 self.check_held()
                 if stays:
                     raise OSError(errno.EBUSY, f"{stays[0]} could not be deleted before it", str(path))
@@ -326,6 +337,14 @@ class CheckpointStore:
         text = json.dumps(content, sort_keys=True).encode() + b"\n"
         # The other files are for people, and they are written while a drain waits.
         replace_file(self.run_dir / name, text, lasting=name == FINISHED)
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _lost(why: str, run_dir: Path) -> OSError:

@@ -62,6 +62,7 @@ class Saver:
     Attributes:
         bests: The best checkpoint as of the last save, the same on all ranks.
         saved: The last checkpoints.
+        disk: Where they go that do not go to memory.
         apart: A leaver was gone before a drain's save was complete: this rank has done its part, and goes.
     """
 
@@ -85,7 +86,7 @@ class Saver:
         self._outcomes = Outcomes(identity, collective, link, store, best, candidate, in_memory)
         self.bests, self.saved = self._outcomes.bests, self._outcomes.saved
         self.apart = False
-        self._answers, self._disk = Answers(collective), Disk(store, identity, resumed_from)
+        self._answers, self.disk = Answers(collective), Disk(store, identity, resumed_from)
         self._memory = None if identity.memory_dir is None else Memory(CheckpointStore(identity.memory_dir), identity)
         self._noted_empty = False
         self._buffers = HostBuffers()
@@ -146,7 +147,7 @@ class Saver:
         return manifest
 
     def _tier(self, in_memory: bool) -> Disk:
-        tier = self._memory if in_memory else self._disk
+        tier = self._memory if in_memory else self.disk
         assert tier is not None
         return tier
 

@@ -365,9 +365,10 @@ class Saves:
 
     def note_the_end(self, step: int) -> None:
         """Alone: notes in the directory that the training is finished."""
-        if self.store is None:
+        if self.store is None or self.saver is None:
             return
         try:
+            self.saver.disk.prepare()
             self.store.mark_finished(step, self.store.newest())
         except OSError as error:
             log.warning("the training is finished, but the note of it could not be written: %s", error)

@@ -137,6 +137,52 @@ def test_an_old_lock_that_cannot_be_given_back_keeps_nobody_from_the_new_one(
         LocalLock(run).acquire()
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_end_is_noted_in_a_directory_that_was_deleted(
+    run: Path, caplog: pytest.LogCaptureFixture, saves: bool
+) -> None:
+    """Nobody else is there: no line says so."""
+    with session(run) as s:
+        if saves:
+            assert step(s) is not None
+        shutil.rmtree(run)
+        s.begin_step()
+        s.end_step()
+        caplog.clear()
+        s.finish()
+    assert (run / "FINISHED.json").exists()
+    assert [one.message for one in caplog.records if "is finished at step" not in one.message] == []
+
+
+def test_a_directory_that_is_deleted_during_a_save_makes_one_line(
+    training: Session, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of another training nothing is known, and what the save has left is gone."""
+
+    def deletes(path: Path) -> None:
+        shutil.rmtree(run)
+        write(path)
+
+    assert step(training, deletes) is None
+    (line,) = [one.message for one in caplog.records]
+    assert "saving step-3.e0.1 failed" in line
+    assert "another training" not in line
+    assert step(training).name == "step-4.e0.1"
+
+
+def test_a_lock_file_that_is_deleted_during_a_save_is_made_again_by_the_next(
+    training: Session, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def deletes(path: Path) -> None:
+        write(path)
+        os.unlink(run / ".lock")
+
+    assert step(training, deletes) is None
+    assert "was deleted: the next save makes it again" in caplog.text
+    assert "another training" not in caplog.text
+    assert step(training) is not None
+
+
 @pytest.mark.parametrize("ends", ["fails", "is sealed"])
 def test_a_save_under_way_seals_and_deletes_nothing_there(training: Session, run: Path, ends: str) -> None:
     """The other one's checkpoint may have the same name."""
@@ -176,4 +222,6 @@ def test_old_checkpoints_of_another_training_stay(training: Session, run: Path) 
     before = another(run, "step-1.e0.1", "step-3.e0.1")
     training.saves.prune()
     training.saves.note_the_end(3)
-    assert content(run) == before
+    after = content(run)
+    assert after.pop(".lock") == b""
+    assert after == before
