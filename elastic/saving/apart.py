@@ -93,12 +93,10 @@ def missing_parts(path: Path, world_size: int, beside: Iterable[int] = ()) -> li
     Raises:
         OSError: The file system still fails, so nobody can tell.
     """
-    deadline = time.monotonic() + OTHERS_SECONDS
-    while not all(_is_whole(path / rng.file_name(rank)) for rank in beside) and time.monotonic() < deadline:
-        threading.Event().wait(LOOK_SECONDS)
+    _await_beside([path / rng.file_name(rank) for rank in beside])
     missing = list(range(world_size))
     for pause in (*SIGHT_PAUSES_SECONDS, 0.0):
-        missing = [rank for rank in missing if not _is_whole(path / rng.file_name(rank))]
+        missing = [rank for rank in missing if not _seems_whole(path / rng.file_name(rank))]
         if not missing:
             break
         threading.Event().wait(pause)
@@ -108,12 +106,35 @@ def missing_parts(path: Path, world_size: int, beside: Iterable[int] = ()) -> li
     return missing
 
 
+def _await_beside(states: Iterable[Path]) -> None:
+    """Waits for what other ranks may still be writing, as long as the file system fails for moments only."""
+    states, deadline = list(states), time.monotonic() + OTHERS_SECONDS
+    failing_since: float | None = None
+    while (now := time.monotonic()) < deadline:
+        try:
+            if all(map(_is_whole, states)):
+                return
+            failing_since = None
+        except OSError:
+            failing_since = failing_since or now
+            if now - failing_since >= sum(SIGHT_PAUSES_SECONDS):
+                raise
+        threading.Event().wait(LOOK_SECONDS)
+
+
 def _is_whole(state: Path) -> bool:
+    """Raises OSError where nobody can tell."""
     try:
         json.loads(state.read_bytes())
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return False
     return True
+
+
+def _seems_whole(state: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return _is_whole(state)
+    return False
 
 
 def all_files(path: Path, known: Iterable[FileEntry], moved: Callable[[int], None]) -> tuple[FileEntry, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,32 @@ def test_ranks_of_the_same_node_may_still_be_writing(tmp_path: Path, monkeypatch
     late.start()
     assert apart.missing_parts(tmp_path, 3, range(2)) == [2]
     late.join()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_mount_that_stays_dead_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    """Ranks of the same node may write for hours, and nobody would hear why this one stands still."""
+    monkeypatch.setattr(apart, "SIGHT_PAUSES_SECONDS", (0.2, 0.2))
+    monkeypatch.setattr(apart, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(apart, "OTHERS_SECONDS", 8.0)
+    (tmp_path / rng.DIRECTORY).mkdir()
+    (tmp_path / rng.file_name(0)).write_bytes(rng.capture())
+    began = time.monotonic()
+
+    def read(path: Path) -> bytes:
+        if comes_back and time.monotonic() - began > 0.2:
+            return rng.capture()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    if comes_back:
+        assert apart.missing_parts(tmp_path, 1, range(1)) == []
+    else:
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            apart.missing_parts(tmp_path, 1, range(1))
+    assert time.monotonic() - began < 4.0
 
 
 def test_others_write_and_go(tmp_path: Path) -> None:
