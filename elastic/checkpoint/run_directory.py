@@ -26,6 +26,7 @@ from .layout import BEST, FINISHED, LATEST, LOCK, MANIFEST, SHARDED, CheckpointN
 from .manifest import Manifest, Ref
 from .marks import marked
 from .reading import is_file
+from .spares import clear_spares
 
 
 class DirectoryInUse(RuntimeError):
@@ -291,6 +292,12 @@ class CheckpointStore:
             except OSError as error:
                 failures[path.name] = error
         return failures
+
+    def clear_spares(self) -> None:
+        """Removes the spare files, see ``spares``, unless the directory here is another training's by now."""
+        with contextlib.suppress(OSError):
+            self.check_held()
+            clear_spares(self.run_dir)
 
     def write_latest(self, manifest: Manifest) -> None:
         """Notes the newest checkpoint in ``latest.json``: a copy for people, which nothing of ours reads."""

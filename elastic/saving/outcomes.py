@@ -11,7 +11,6 @@ from dalsegno.protos import worker_pb2
 
 from ..checkpoint import Best, CheckpointStore, Manifest, Ref
 from ..checkpoint.deletion import is_held_open
-from ..checkpoint.spares import clear_spares
 from ..rank.collective import Collective
 from ..rank.identity import Identity
 from ..rank.link import Link
@@ -111,7 +110,7 @@ class Outcomes:
         if own.tier.leads and not in_memory:
             # Whatever the reason: what a script or a library writes by itself takes none of these files, and hides that
             # the disk was full.
-            clear_spares(own.tier.store.run_dir)
+            own.tier.store.clear_spares()
         # A framework's error may be part of a cycle, and hold open what was deleted just now. To look for cycles takes
         # a large program a second.
         if in_memory and name and is_held_open(own.path):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from dalsegno.protos.shortage import file_limit
 
 from ..checkpoint import CheckpointStore, LocalLock, Manifest, Order, Position, Ref
-from ..checkpoint.spares import clear_spares
 from ..rank.collective import Collective
 from ..rank.exchange import Boundary
 from ..rank.identity import Identity
@@ -380,4 +379,4 @@ class Saves:
         if self.saver is not None:
             self.saver.close()
         if self._identity.alone and self._identity.rank == 0 and self.store is not None:
-            clear_spares(self.store.run_dir)
+            self.store.clear_spares()

@@ -170,6 +170,19 @@ def test_a_directory_that_is_deleted_during_a_save_makes_one_line(
     assert step(training).name == "step-4.e0.1"
 
 
+def test_spares_of_another_training_stay(training: Session, run: Path) -> None:
+    """Behind a save that was refused, and as the session is closed."""
+    run.rename(run.with_name("aside"))
+    (run / ".spare").mkdir(parents=True)
+    (run / ".spare" / "=x").write_bytes(FOREIGN)
+    with LocalLock(run):
+        another(run, "step-2.e0.1")
+        assert step(training) is None
+        assert (run / ".spare" / "=x").exists()
+        training.close()
+        assert (run / ".spare" / "=x").exists()
+
+
 def test_a_lock_file_that_is_deleted_during_a_save_is_made_again_by_the_next(
     training: Session, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
