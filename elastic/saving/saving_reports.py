@@ -110,12 +110,15 @@ class Written:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._trace, self._beside = path, _trace(path), 0
+        self._path, self._beside = path, 0
+        # Only who is told of it looks.
+        self._trace: tuple[int, int, int] | None = None
 
     def read(self) -> int:
-        before, self._trace = self._trace, _trace(self._path)
-        self._beside += self._trace[0] == before[0] and self._trace != before
-        return self._trace[0] + self._beside
+        before, found = self._trace, _trace(self._path)
+        self._trace = found
+        self._beside += before is not None and found[0] == before[0] and found != before
+        return found[0] + self._beside
 
 
 def _trace(path: Path) -> tuple[int, int, int]:

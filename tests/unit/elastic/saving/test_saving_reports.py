@@ -50,6 +50,23 @@ def _model(path: Path) -> None:
     (path / "model.pt").write_bytes(bytes(1000))
 
 
+def test_without_an_agent_nobody_looks_at_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory with many files costs a call for each."""
+    looked: list[Path] = []
+    plain = saving_reports._trace
+
+    def trace(path: Path) -> tuple[int, int, int]:
+        looked.append(path)
+        return plain(path)
+
+    monkeypatch.setattr(saving_reports, "_trace", trace)
+    written = saving_reports.Written(tmp_path)
+    assert looked == []
+    (tmp_path / "model").write_bytes(bytes(7))
+    assert [written.read(), written.read()] == [7, 7]
+    assert looked == [tmp_path] * 2
+
+
 def test_what_is_written_in_a_file_that_has_its_size_counts(tmp_path: Path) -> None:
     """A memory map: one more each time that something has changed, so that nobody takes it for a save that hangs."""
     (tmp_path / "mapped").write_bytes(bytes(1000))
