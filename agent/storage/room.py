@@ -178,8 +178,8 @@ class RoomWatch:
     def _look(self, directory: Path, head: control_pb2.Checkpoint, at_commit: bool, refused: bool) -> None:
         waits = self._deletion.locked()
         with self._deletion:
-            if waits:
-                # What failed meanwhile may have room now, and else fails again.
+            if waits and self._copies > 1:
+                # A copy that failed meanwhile may have room now, and else fails again at once. A save comes seldom.
                 refused = False
                 with self._changed:
                     self._refused = False

@@ -184,7 +184,7 @@ class Evaluator:
         rank, world_size = _place()
         counts, stream = Counts(where), self._stream(where, rank, busy, asked=interrupt is not None)
         with _evaluating(model, rank), torch.no_grad():
-            # In here, because a data set may ask the model itself for a sample.
+            # All readings are in here, because a data set may ask the model itself for a sample.
             length = self._compare(model, where, interrupt is not None, busy)
             for number, (data, filler) in enumerate(self._batches(rank, world_size, length, stream)):
                 if stream is not None:
@@ -197,9 +197,9 @@ class Evaluator:
                 measured = self._measure(model, to_device(data, where))
                 if not filler:
                     counts.add(measured)
-        if stream is not None:
-            stream.meet(end=True)
-            self._varies = self._varies or stream.varies
+            if stream is not None:
+                stream.meet(end=True)
+                self._varies = self._varies or stream.varies
         return dict(self._finish(totals)) if _anything(totals := counts.reduce()) else {}
 
     def _stream(self, where: torch.device, rank: int, busy: Callable[[], None], *, asked: bool) -> ReadTogether | None:

@@ -67,8 +67,9 @@ class Micros(Accumulation):
         """
         if self._engine or self._batch is None:
             return
-        if not self._inside:  # what is computed from here on is a gradient of its own
-            self._lost.difference_update(id(one) for one in _parameters_of(owner))
+        if not self._inside:
+            if self._lost:  # what is computed from here on is a gradient of its own
+                self._lost.difference_update(id(one) for one in _parameters_of(owner))
         elif self._batch.handed_out > 1:
             self._lost.update(id(one) for one in _parameters_of(owner) if one.grad is not None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -14,6 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..rank.hooks import until_gone
 from ..rank.remarks import remark
 from ..saving.replicas import tensors
+
+log = logging.getLogger(__name__)
 
 __all__ = ["HasParts", "OptimizerWatch", "is_listed", "steps"]
 
@@ -80,20 +83,29 @@ def is_listed(one: Any, parts: Mapping[str, Any]) -> bool:
 def _inside(part: Any) -> Iterator[Any]:
     level = [part]
     for _ in range(_LEVELS):
-        level = list(islice((value for holder in level for value in _held_by(holder)), _MOST))
-        yield from level
+        attributes = [value for holder in level[:_MOST] for value in _attributes(holder)]
+        yield from attributes
+        # A script's data set may be among them.
+        contents = list(islice((one for value in attributes for one in _contents(value)), _MOST))
+        yield from contents
+        level = [*attributes, *contents]
 
 
-def _held_by(holder: Any) -> Iterator[Any]:
-    """Its attributes, and what is in those that are containers: a script's data set may be among them."""
+def _attributes(holder: Any) -> list[Any]:
     try:
-        values = list(vars(holder).values())
+        return list(vars(holder).values())
     except Exception:  # it has none, or is a proxy of something that is gone
-        return
-    for value in values:
-        yield value
+        return []
+
+
+def _contents(value: Any) -> list[Any]:
+    """What is in a short container."""
+    try:
         if isinstance(value, dict | list | tuple) and len(value) <= _MOST:
-            yield from value.values() if isinstance(value, dict) else value
+            return list(value.values() if isinstance(value, dict) else value)
+    except Exception as error:  # such a proxy, or another thread changes it
+        log.debug("a container could not be looked at", exc_info=error)
+    return []
 
 
 def steps(optimizer: Optimizer, model: nn.Module) -> bool:

@@ -354,6 +354,11 @@ def source_of(
             f"{kind(data)} begins where it always begins, and {resume.ref.name} ended at step {resume.step}: the same "
             f"samples would be trained again; {INSTEAD}"
         )
+    if begun.apart:
+        raise ValueError(
+            f"{kind(data)} gives batches of {begun.apart} Batches at a time, which do not begin at one place in one"
+            f" order of samples: {ONE_DATA_SET}, or give each resume=session.resume"
+        )
     return begun
 
 

@@ -391,10 +391,10 @@ def test_a_buffer_that_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture, l
     assert len(said) == late
 
 
-def batches_of(s: Any, length: int = 40, *, seed: int = 1) -> Batches[Any]:
-    """Four samples in a step."""
+def batches_of(s: Any, length: int = 40, *, seed: int = 1, anew: bool = False) -> Batches[Any]:
+    """Four samples in a step; ``anew``: at the beginning in each start."""
     sampler, plan = ElasticSampler(length, 4, seed=seed), BatchPlan(4, s.world_size, 4)
-    return Batches(torch.arange(float(length)), sampler, plan, s.rank, resume=s.resume)
+    return Batches(torch.arange(float(length)), sampler, plan, s.rank, resume=None if anew else s.resume)
 
 
 class Bar:
@@ -468,6 +468,14 @@ def test_two_batches_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     with pytest.raises(ValueError, match="sample order is another one"):
         zipped(tmp_path, lambda s: batches_of(s, **other), 4)
     assert apart(caplog) == 1
+
+
+@pytest.mark.parametrize("other", [{"length": 80}, {}])
+def test_two_batches_of_which_one_begins_anew(tmp_path: Path, other: Any) -> None:
+    """Nothing told of it as it went on, and its samples came once more in each world."""
+    zipped(tmp_path, lambda s: batches_of(s, **other, anew=True), 2)
+    with pytest.raises(ValueError, match="2 Batches at a time, which do not begin at one place"):
+        zipped(tmp_path, lambda s: batches_of(s, **other, anew=True), 4)
 
 
 def test_two_batches_at_a_time_of_which_nothing_is_saved(caplog: pytest.LogCaptureFixture) -> None:

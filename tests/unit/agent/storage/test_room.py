@@ -157,6 +157,19 @@ def test_what_was_refused_while_files_are_deleted_is_not_told(
     assert told.get(timeout=5)
 
 
+def test_a_save_that_was_refused_while_files_are_deleted_is_told(disk: Disk, tmp_path: Path) -> None:
+    """It comes again with the next `save_every` only, and would fail once more first."""
+    told: Told = queue.Queue()
+    deletion = threading.Lock()
+    one = room.RoomWatch(1, deletion, told.put)
+    one.committed(tmp_path, head("a"))
+    with deletion:
+        one.refused(os.strerror(errno.EDQUOT))
+        assert nothing(told)
+    assert told.get(timeout=5)
+    one.close()
+
+
 def test_spare_files_go_before_a_checkpoint(
     disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -346,6 +346,30 @@ def test_a_stream_with_one_place_is_read_once_more_behind_its_end(ranks: Callabl
     assert world.passes == [10, 10]
 
 
+def test_a_stream_is_read_again_as_it_was(ranks: Callable[[int], Ranks]) -> None:
+    """It may ask the model for a sample, whose running statistics would move with it."""
+    world, models, seen = ranks(2), [nn.Identity(), nn.Identity()], list[tuple[bool, bool]]()
+
+    class Asks(Cursor):
+        def __init__(self, rank: int) -> None:
+            super().__init__(rank)
+            self.model = models[rank]
+
+        def __iter__(self) -> Any:
+            seen.append((self.model.training, torch.is_grad_enabled()))
+            return super().__iter__()
+
+    streams = [Asks(0), Asks(1)]
+
+    def once(rank: int) -> dict[str, float]:
+        made = Evaluator(streams[rank], lambda model, data: world.measure(model, data[:, 0]), batch_size=4)
+        return made.run(models[rank], device="cpu")
+
+    world.run(once)
+    assert len(seen) > 2
+    assert {*seen} == {(False, False)}
+
+
 def test_a_model_that_is_split_over_ranks(ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that compute each sample together would be dealt unlike ones, and the metrics would be of neither."""
     groups = [[Together((0, 1), None, "cpu", ["0.weight"], True)], [Together((0, 1), None, "cpu", ["1.weight"], False)]]

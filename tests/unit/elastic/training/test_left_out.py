@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,27 @@ def test_what_is_inside_of_a_part_is_listed() -> None:
     said = watched(state, model)
     step(model, optimizer)
     assert not said
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_one_beside_long_lists_is_listed(inner: bool) -> None:
+    """What a script keeps of its losses and buckets does not hide it."""
+    model = nn.Linear(2, 2)
+    optimizer = Adam(model.parameters())
+    part = SimpleNamespace(losses=list(range(1000)), more=[*range(900)], optimizer=optimizer)
+    state = State(part=SimpleNamespace(part=part) if inner else part)
+    said = watched(state, model)
+    step(model, optimizer)
+    assert not said
+
+
+def test_what_is_gone_inside_of_a_part_ends_no_training() -> None:
+    model = nn.Linear(2, 2)
+    gone = weakref.proxy(State())
+    state = State(part=SimpleNamespace(trainer=SimpleNamespace(model=gone)))
+    said = watched(state, model)
+    step(model, Adam(model.parameters()))
+    assert len(said) == 1
 
 
 def test_the_state_may_go_while_an_optimizer_steps() -> None:
