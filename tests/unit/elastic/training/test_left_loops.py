@@ -384,7 +384,7 @@ def test_its_steps_are_counted_and_one_line_says_that_nothing_is_saved(
         assert sealed(tmp_path) == []
     said = [one.getMessage() for one in caplog.records if "is finished at step" in one.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith(f"the training is finished at step {8 + stepped}, and has no checkpoint")
+    assert said[0].startswith(f"the training is finished at step {8 + stepped}, and nothing of it is saved")
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["batches", "other data"])
