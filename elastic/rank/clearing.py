@@ -75,16 +75,19 @@ class Unstepped:
 
     Attributes:
         optimizers: Those of this moment.
+        known: Some optimizer is known, whether it has made a step or not. One that was made before is once it steps.
     """
 
     def __init__(self) -> None:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.known = False
         listen(self)
         until_gone(self, register_optimizer_step_pre_hook(weakly(self._steps)))
 
     def made(self, optimizer: Optimizer) -> None:
         """See `ClearListener`."""
         self.optimizers.add(optimizer)
+        self.known = True
 
     def clears(self, owner: Optimizer | Module) -> None:
         """See `ClearListener`."""
@@ -94,3 +97,4 @@ class Unstepped:
 
     def _steps(self, optimizer: Optimizer, *_: Any) -> None:
         self.optimizers.discard(optimizer)
+        self.known = True

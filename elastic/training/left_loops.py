@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..checkpoint import Position
 from ..data.batch import batch_in
 from ..rank import rng
-from ..rank.exchange import Boundary
 from ..rank.hooks import until_gone, weakly
 from ..rank.remarks import remark
 
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
     from .sources import BatchSource
 
 __all__ = ["Due", "LeftLoop", "place_behind", "say_what_was_left"]
-
-
-# What a rank has seen of a step; the largest of all ranks' counts. Without an optimizer that is known nobody sees it.
-_UNSEEN, _NOT_TRAINED, _TRAINED = range(3)
 
 
 @dataclass(frozen=True)
@@ -50,10 +45,6 @@ class LoopRun(Protocol):
 
     def took(self, batch: Any) -> None:
         """The batch was trained."""
-
-    @property
-    def knows_optimizers(self) -> bool:
-        """There are some in what it saves with."""
 
     @property
     def saves(self) -> bool:
@@ -95,16 +86,14 @@ class LeftLoop:
         self._batch: Any = None
         # The data's position behind the batch in which it was left.
         self._place: Position | None = None
-        # Its body runs; the step in which it was left was trained, as its batch knows.
-        self._within = self._trained = False
-        # Its batch does not know it, and this is what this rank has seen.
-        self._asks, self._seen = False, _NOT_TRAINED
+        # Its body runs; the step in which it was left was trained: as its batch knows, or as far as it shows.
+        self._within = self._trained = self._seems_trained = False
         # Its body has ended the training.
         self._closed = False
         # The generators as it was left in a step that does not count.
         self._generators: bytes | None = None
-        # An optimizer has begun a step in this body, or in one of this loop's.
-        self._stepped = self._steps_seen = False
+        # An optimizer has begun a step in this body.
+        self._stepped = False
         until_gone(self, register_optimizer_step_pre_hook(weakly(self._steps)))
 
     def begins(self, batch: Any) -> None:
@@ -126,7 +115,6 @@ class LeftLoop:
         # Of the batch no more is kept: it may hold what the script trains, which may have to go with the world.
         self._place, self._batch = place_behind(self._batch), None
         if self._trained:
-            self._seen = _NOT_TRAINED  # What `close_step` has to count is counted here.
             self._run.passes(self._place)
         self._session.abandon_step(trained=self._trained)
         if not self._trained:
@@ -143,41 +131,26 @@ class LeftLoop:
         rng.restore(self._generators)
         return True
 
-    def closes(self) -> bool:
-        """The script ends the training, in the body or behind a loop that was left. Returns whether in the body.
-
-        There the step ends now, and `close_step` tells whether it counts. Not collective.
-        """
-        if not self._within:
-            return False
-        self._closed = True
-        self._look()
-        if self._seen == _TRAINED:
-            # First: what is agreed on from here on changes nothing of the training.
-            self._run.took(self._batch)
-        return True
-
-    def close_step(self, ended: tuple[Boundary, float] | None) -> None:
-        """Behind `closes`: counts what was trained. Collective.
+    def close_step(self) -> None:
+        """The script ends the training in the body, or behind a loop that was left: counts what it has trained.
 
         Of data that are not `Batches` nobody knew that. Here the script says that its work is done, so the step counts
-        if an optimizer has stepped on some rank, or if no rank knows one.
-
-        Args:
-            ended: The step that ended in the body, see ``count_step``; None: the loop was left before.
+        if an optimizer has stepped. Collective in the body.
         """
-        own, self._seen = self._seen, _NOT_TRAINED
-        trained = (self._session.saves.largest(own) if self._asks else own) != _NOT_TRAINED
-        if ended is not None:
-            self._source.last(trained=trained)
-            if trained:
-                if own != _TRAINED:
-                    self._run.took(self._batch)
-                self._session.count_step(*ended)
-        elif trained:
+        if self._within:
+            self._closed = True
+            self._look()
+            self._source.last(trained=self._seems_trained)
+            if self._seems_trained:
+                self._run.took(self._batch)
+                self._session.end_step()
+            else:
+                self._session.abandon_step()
+        elif self._seems_trained and not self._trained:
             self._source.last(trained=True)
             self._run.passes(self._place)
             self._session.count_left_step()
+        self._seems_trained = False
 
     def drop(self) -> bool:
         """A loop of the script's own begins behind this one, which it left: counts the step of the ``break``.
@@ -187,7 +160,7 @@ class LeftLoop:
         Returns:
             Whether this loop had what to save with: nothing of it is saved any more.
         """
-        if self._asks and self._session.saves.largest(self._seen) == _TRAINED:
+        if self._session.saves.largest(int(self._seems_trained and self._stepped and not self._trained)):
             self._session.count_left_step()
         return self._run.saves
 
@@ -201,18 +174,14 @@ class LeftLoop:
 
     def _look(self) -> None:
         found, self._within = batch_in(self._batch), False
-        self._trained, self._asks = found is not None and found.trained, found is None
-        if self._trained if found is not None else self._stepped:
-            self._seen = _TRAINED
-        elif found is not None or self._steps_seen or self._run.knows_optimizers or self._session.unstepped.optimizers:
-            self._seen = _NOT_TRAINED
-        else:
-            self._seen = _UNSEEN
+        self._trained = found is not None and found.trained
+        # A training without any optimizer that is known steps in a way that nobody sees.
+        stepped = self._stepped or not self._session.unstepped.known
+        self._seems_trained = stepped if found is None else self._trained
 
     def _steps(self, *_: Any) -> None:
         # What comes behind a ``break`` is none of its steps.
         self._stepped |= self._within
-        self._steps_seen |= self._within
 
 
 def place_behind(batch: Any) -> Position | None:

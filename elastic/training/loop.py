@@ -300,7 +300,7 @@ class _Run:
         # Where nothing is saved, nothing is lost by that alone.
         self._whole = None if save is None else WholeSteps(session, save)
         # Also where nothing is saved steps are counted.
-        self.knows_optimizers = bool(optimizers_in(given))
+        session.unstepped.known |= bool(optimizers_in(given))
         self._late, self._within = Due(), False
         self._survival = Survival(session, save, options, wanted=save is not None and bool(cadence.memory_every))
         # The position that the data give, or else the resume point's.

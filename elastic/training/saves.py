@@ -348,8 +348,8 @@ class Saves:
         before = self.saver.saved.last
         if before is None and self.gave_up_saving and step:
             remark(
-                "the training is finished at step %d, and nothing of it is saved: the loop with save= was left, and "
-                "the script's own loop behind it called no session.save(...); call it before session.finish()",
+                "the training is finished at step %d, and nothing of it is saved: the loop with save= was left, and the "
+                "script's own loop behind it called no session.save(...); call it before session.finish()",
                 step,
             )
         if before is None or before >= step:

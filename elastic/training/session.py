@@ -257,14 +257,8 @@ class BareSession(Measures):
         """
         if loss is not None:
             self.report(loss)
-        return self.count_step(*self._end_exchange())
-
-    def _end_exchange(self) -> tuple[Boundary, float]:
         seconds = self.reports.lap()
-        return self._exchange.end(seconds), seconds
-
-    def count_step(self, boundary: Boundary, seconds: float) -> Boundary:
-        """The step that ended at this boundary counts as done. It took so many seconds. Collective."""
+        boundary = self._exchange.end(seconds)
         self._step = boundary.step
         self.reports.step(boundary, seconds)
         self.saves.hear(boundary)
@@ -411,11 +405,10 @@ class BareSession(Measures):
         if self.meetings.over:
             return
         refuse_to_go_on()
-        # Before the ranks agree on anything: one that trains on would not be there.
-        ended = self._end_exchange() if self.loop is not None and self.loop.closes() else None
+        if self.loop is not None:
+            self.loop.close_step()
         self._exchange.finish()
         if self.loop is not None:
-            self.loop.close_step(ended)
             self.loop.finish()
             return
         self.settle()

@@ -28,13 +28,10 @@ from dalsegno.elastic import (
     SaveError,
     TrainingState,
 )
-from dalsegno.elastic.rank import exchange, rng
-from dalsegno.elastic.rank.identity import Identity
-from dalsegno.elastic.rank.notices import Notice
+from dalsegno.elastic.rank import rng
 from dalsegno.elastic.saving import tiers, writing
 from dalsegno.elastic.training import saves
 from dalsegno.elastic.training.session import BareSession
-from tests.support.workers.threads import Threads, together
 
 from .test_sources import Numbers
 from .test_unsaved import opened
@@ -191,46 +188,6 @@ def test_a_training_without_an_optimizer_counts_what_it_was_given() -> None:
             if number == 2:
                 session.finish()
         assert session.step == 3
-
-
-@pytest.mark.parametrize("ends", list(ENDS))
-def test_ranks_agree_where_only_one_has_an_optimizer(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
-    """One alone counted the step, and was one step further than the others."""
-    monkeypatch.setattr(exchange, "open_hurry", lambda collective: None)
-    monkeypatch.setattr("dalsegno.elastic.rank.meetings.check_main_thread", lambda: None)
-
-    def rank(group: Threads) -> int:
-        if group.rank:
-            group.gather(None)
-        identity = Identity(rank=group.rank, world_size=2)
-        session = BareSession(identity, group, link=None, lock=None, resume=None, keep=0, notice=Notice())
-        optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))])] if group.rank == 0 else []
-        if not group.rank:
-            group.gather(None)
-        for number in session.steps(range(9)):
-            if number == 2 and ENDS[ends](session):
-                break
-        session.finish()
-        assert len(optimizers) == 1 - group.rank
-        return session.step
-
-    assert together(2, rank) == [2, 2]
-
-
-def test_what_an_earlier_loop_trained_says_nothing_of_a_later_one(tmp_path: Path) -> None:
-    """That has an update of its own, which nobody sees."""
-    with opened(tmp_path) as session:
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for number in session.steps(range(9)):
-            model(ROWS[:4]).sum().backward()
-            optimizer.step()
-            if number == 2:
-                break
-        for number in session.steps(range(3, 9)):
-            if number == 4:
-                session.finish()
-        assert session.step == finished_at(tmp_path) == 2 + 2
 
 
 @pytest.mark.parametrize("trains", [True, False])
