@@ -152,18 +152,6 @@ class LeftLoop:
             self._session.count_left_step()
         self._seems_trained = False
 
-    def drop(self) -> bool:
-        """A loop of the script's own begins behind this one, which it left: counts the step of the ``break``.
-
-        Of data that are not `Batches` it counts if an optimizer has stepped in it on some rank. Collective.
-
-        Returns:
-            Whether this loop had what to save with: nothing of it is saved any more.
-        """
-        if self._session.saves.largest(int(self._seems_trained and self._stepped and not self._trained)):
-            self._session.count_left_step()
-        return self._run.saves
-
     def make_up(self, *, later: bool) -> Due:
         """Another loop begins: makes the saves that were due where this one was left. Collective. See `LoopRun`."""
         return self._run.make_up(behind=self._trained, later=later)
@@ -180,8 +168,7 @@ class LeftLoop:
         self._seems_trained = stepped if found is None else self._trained
 
     def _steps(self, *_: Any) -> None:
-        # What comes behind a ``break`` is none of its steps.
-        self._stepped |= self._within
+        self._stepped = True
 
 
 def place_behind(batch: Any) -> Position | None:

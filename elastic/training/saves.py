@@ -139,7 +139,6 @@ class Saves:
         store: Of the run's directory.
         carries: This rank's gradients are carried over boundaries.
         keep: See above; a save may change it.
-        gave_up_saving: A loop with something to save with was left, and one of the script's own came behind it.
         by_script: The script says what is saved when, and not a framework's arguments.
         unheard: No agent of the world hears the master, as of the last exchange: the same on all ranks.
     """
@@ -155,7 +154,6 @@ class Saves:
     ) -> None:
         self._identity, self._collective, self._link, self._resume = identity, collective, link, resume
         self.keep, self.carries, self.unheard, self.by_script = keep, False, False, True
-        self.gave_up_saving = False
         self.store = None if identity.run_dir is None else CheckpointStore(identity.run_dir, lock)
         self.saver: Saver | None = None
         self._memory: bool | None = None
@@ -342,17 +340,9 @@ class Saves:
             prune(self.store, self._identity, self._resume, self.keep)
 
     def say_unsaved(self, step: int) -> None:
-        """Says at the end of a training that its last step is in no checkpoint, where the script saves at all."""
-        if self._identity.rank or not self.by_script or self.saver is None:
-            return
-        before = self.saver.saved.last
-        if before is None and self.gave_up_saving and step:
-            remark(
-                "the training is finished at step %d, and nothing of it is saved: the loop with save= was left, and the "
-                "script's own loop behind it called no session.save(...); call it before session.finish()",
-                step,
-            )
-        if before is None or before >= step:
+        """Says at the end of a training that its last step is in no checkpoint, where an earlier one is."""
+        before = None if self.saver is None else self.saver.saved.last
+        if self._identity.rank or not self.by_script or before is None or before >= step:
             return
         remark(
             "the training is finished at step %d, and its last checkpoint is of step %d: what was trained since is in "

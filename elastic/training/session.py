@@ -236,8 +236,6 @@ class BareSession(Measures):
         refuse_to_go_on()
         if self.loop is not None and self.loop.over:
             # Behind it comes a loop of the script's own: neither its steps nor its end are that one's.
-            if self.loop.drop():
-                self.saves.gave_up_saving = True
             self.loop, self.left_in_a_step = None, False
         drain = self._wants_drain
         master_seen = self._link is not None and self._link.master_seen

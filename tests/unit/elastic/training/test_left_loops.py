@@ -309,39 +309,10 @@ def test_a_loop_of_ones_own_behind_one_that_was_left(tmp_path: Path, knows: bool
         if saves_last:
             session.save(one.state.write, position=Position(1, 8))
         session.finish()
-        # Of `Batches` it was known at the `break`.
-        last = first + 2 + (not knows)
-        assert session.step == finished_at(tmp_path) == last
-        assert sealed(tmp_path) == [last] * saves_last
+        assert session.step == finished_at(tmp_path) == first + 2
+        assert sealed(tmp_path) == [first + 2] * saves_last
     if saves_last:
         assert CheckpointStore(tmp_path).sealed()[-1].position == Position(1, 8)
-
-
-@pytest.mark.parametrize("stepped", [True, False])
-def test_its_steps_are_counted_and_one_line_says_that_nothing_is_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, stepped: bool
-) -> None:
-    """The loop that was left had what to save with, and its last step counts if an optimizer has made it."""
-    with opened(tmp_path) as session, caplog.at_level(logging.WARNING):
-        one = Training(session)
-        for number in one.loop(range(9), save_every=0):
-            if stepped or number < 3:
-                one.model(ROWS[:4]).sum().backward()
-                one.step()
-            if number == 3:
-                break
-        one.step()  # it is none of that loop's
-        session.meet(1)
-        for _ in range(5):
-            session.begin_step()
-            one.step()
-            session.end_step()
-        session.finish()
-        assert session.step == finished_at(tmp_path) == 8 + stepped
-        assert sealed(tmp_path) == []
-    said = [one.getMessage() for one in caplog.records if "is finished at step" in one.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith(f"the training is finished at step {8 + stepped}, and nothing of it is saved")
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["batches", "other data"])
