@@ -75,14 +75,10 @@ class LeftLoop:
         session: The process's.
         run: Of this loop.
         source: Of its batches.
-
-    Attributes:
-        over: Its body runs no more.
     """
 
     def __init__(self, session: BareSession, run: LoopRun, source: BatchSource[Any]) -> None:
         self._session, self._run, self._source = session, run, source
-        self.over = False
         self._batch: Any = None
         # The data's position behind the batch in which it was left.
         self._place: Position | None = None
@@ -107,7 +103,6 @@ class LeftLoop:
 
     def leave(self) -> None:
         """The body was left: a step whose micro-batches were all computed counts. Not collective."""
-        self.over = True
         if self._closed:
             return
         self._look()

@@ -70,7 +70,7 @@ class BareSession(Measures):
         closed: `close` was called: this process may open another session.
         examination: What is known of this training, for people; ends with the first ``meet``.
         meetings: How all ranks end where one of them refuses.
-        loop: The loop of `steps` that goes on, or was left last, if no loop of the script's own has begun since.
+        loop: The loop of `steps` that goes on, or was left last.
         copies: What all ranks have a copy of: compared before the first step, and right behind it.
         saves: What is saved where.
         survivor: What this rank saves by itself when it has lost its peers.
@@ -234,9 +234,6 @@ class BareSession(Measures):
         """
         self.meetings.check_open(self.step)
         refuse_to_go_on()
-        if self.loop is not None and self.loop.over:
-            # Behind it comes a loop of the script's own: neither its steps nor its end are that one's.
-            self.loop, self.left_in_a_step = None, False
         drain = self._wants_drain
         master_seen = self._link is not None and self._link.master_seen
         order = 0 if self._link is None else self._link.save_order

@@ -18,16 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dalsegno.elastic import (
-    Accumulation,
-    Batches,
-    BatchPlan,
-    CheckpointStore,
-    ElasticSampler,
-    Position,
-    SaveError,
-    TrainingState,
-)
+from dalsegno.elastic import Accumulation, Batches, BatchPlan, CheckpointStore, ElasticSampler, SaveError, TrainingState
 from dalsegno.elastic.rank import rng
 from dalsegno.elastic.saving import tiers, writing
 from dalsegno.elastic.training import saves
@@ -283,36 +274,6 @@ def test_a_loop_of_ones_own_that_ends_unsaved(
         assert said == []
     else:
         assert said[0].startswith("the training is finished at step 3, and its last checkpoint is of step 2")
-
-
-@pytest.mark.parametrize("knows", [True, False], ids=["batches", "other data"])
-@pytest.mark.parametrize("saves_last", [True, False])
-def test_a_loop_of_ones_own_behind_one_that_was_left(tmp_path: Path, knows: bool, saves_last: bool) -> None:
-    """Its end is not that one's: no further step is counted, and nothing is saved with what that one was given."""
-    with opened(tmp_path) as session:
-        one = Training(session)
-        for batch in one.loop(None if knows else range(9)):
-            if knows:
-                one.train(batch)
-            else:
-                one.model(ROWS[:4]).sum().backward()
-                one.step()
-            if knows or session.step == 1:
-                break
-        first = session.step
-        session.meet(1)
-        for _ in range(2):
-            session.begin_step()
-            one.model(ROWS[:4]).sum().backward()
-            one.step()
-            session.end_step()
-        if saves_last:
-            session.save(one.state.write, position=Position(1, 8))
-        session.finish()
-        assert session.step == finished_at(tmp_path) == first + 2
-        assert sealed(tmp_path) == [first + 2] * saves_last
-    if saves_last:
-        assert CheckpointStore(tmp_path).sealed()[-1].position == Position(1, 8)
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["batches", "other data"])
