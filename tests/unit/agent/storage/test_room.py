@@ -143,30 +143,50 @@ def test_a_save_that_a_quota_refuses_is_told(
     assert nothing(told)
 
 
-def test_what_was_refused_while_files_are_deleted_is_not_told(
-    disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
-) -> None:
+class Deletion:
+    """Its lock, which tells when somebody is about to wait for it."""
+
+    def __init__(self) -> None:
+        self._lock, self.awaited = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def locked(self) -> bool:
+        found = self._lock.locked()
+        if found:
+            self.awaited.set()
+        return found
+
+
+def test_what_was_refused_while_files_are_deleted_is_not_told(disk: Disk, tmp_path: Path) -> None:
     """One more would go, although what goes may be enough. The next save that fails tells that it was not."""
-    one, told, deletion = watch
+    told, deletion = Told(), Deletion()
+    one = room.RoomWatch(2, deletion, told.put)  # type: ignore[arg-type]
     one.committed(tmp_path, head("a"))
     with deletion:
+        assert deletion.awaited.wait(30)
         one.refused(os.strerror(errno.EDQUOT))
         assert nothing(told)
     assert nothing(told)
     one.refused(os.strerror(errno.EDQUOT))
-    assert told.get(timeout=5)
+    assert told.get(timeout=30)
+    one.close()
 
 
 def test_a_save_that_was_refused_while_files_are_deleted_is_told(disk: Disk, tmp_path: Path) -> None:
     """It comes again with the next `save_every` only, and would fail once more first."""
-    told: Told = queue.Queue()
-    deletion = threading.Lock()
-    one = room.RoomWatch(1, deletion, told.put)
+    told, deletion = Told(), Deletion()
+    one = room.RoomWatch(1, deletion, told.put)  # type: ignore[arg-type]
     one.committed(tmp_path, head("a"))
     with deletion:
+        assert deletion.awaited.wait(30)
         one.refused(os.strerror(errno.EDQUOT))
         assert nothing(told)
-    assert told.get(timeout=5)
+    assert told.get(timeout=30)
     one.close()
 
 
