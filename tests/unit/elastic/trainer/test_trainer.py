@@ -257,8 +257,12 @@ def test_a_second_optimizer_may_step_in_a_callback(strategy: str) -> None:
         model.zero_grad()
     options: dict[str, Any] = {"optimizer": head, "scheduler": None, "strategy": strategy}
     trainer = make(**options, callbacks=[SecondOptimizer()], evaluator=Evaluator(Points(3), measure), evaluate_every=1)
-    trainer.fit()
-    whole = [getattr(p, "full_tensor", p.detach)() for p in trainer.model.parameters()]
+    try:
+        trainer.fit()
+        whole = [getattr(p, "full_tensor", p.detach)() for p in trainer.model.parameters()]
+    finally:
+        if torch.distributed.is_initialized():  # FSDP's
+            torch.distributed.destroy_process_group()
     for found, wanted in zip(whole, model.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert seen
