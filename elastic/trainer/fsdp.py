@@ -38,6 +38,7 @@ from .strategies import (
     MakeScheduler,
     Setting,
     Strategy,
+    clear_left,
     load_optimizer,
     own_device,
     step_and_clear,
@@ -117,6 +118,7 @@ class FSDP(Strategy):
 
         shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None, ignored=ignored)
         self.model, self._unlisted, self._first_weights = model, Unlisted(model), FirstWeights()
+        self._parameters = tuple(model.parameters())
         self.optimizer = make_optimizer(model)
         check_sharded(self.optimizer)
         _check_own(model, self.optimizer)
@@ -143,7 +145,7 @@ class FSDP(Strategy):
         return norm.full_tensor() if isinstance(norm, Tensor) and hasattr(norm, "full_tensor") else norm
 
     def clear(self) -> None:
-        self.model.zero_grad()
+        clear_left(self.model, self._parameters)
 
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
         _reshard(self.model)

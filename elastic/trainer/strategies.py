@@ -7,7 +7,7 @@ and scheduler; the session restores the random generators and `Batches` the posi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -346,6 +346,7 @@ class DDP(Strategy):
         check_whole(model)
         model.to(setting.device)
         self._bare = self.model = model
+        self._parameters = tuple(model.parameters())
         self.optimizer = make_optimizer(model)
         # Made before the optimizer's state is loaded, because making a scheduler sets the learning rate of step 0.
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
@@ -368,7 +369,7 @@ class DDP(Strategy):
         return step_and_clear(self._bare, self.optimizer, self._stepped, self._max_grad_norm, self.loss_scale)
 
     def clear(self) -> None:
-        self._bare.zero_grad()
+        clear_left(self._bare, self._parameters)
 
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
         self._held.load_state_dict(state)
@@ -458,15 +459,25 @@ def step_and_clear(
     norm: Tensor | None = None
     loss_scale.unscale(optimizer)
     if max_grad_norm is not None:
-        own, trained = set(model.parameters()), {p for group in optimizer.param_groups for p in group["params"]}
+        parameters = list(model.parameters())
+        own, trained = set(parameters), {p for group in optimizer.param_groups for p in group["params"]}
         # Others have gradients, too, which nothing unscales. But an optimizer that has copies of some (in higher
         # precision) does not tell which of the model's gradients it takes.
         chosen = trained if trained <= own else own
-        norm = nn.utils.clip_grad_norm_([one for one in model.parameters() if one in chosen], max_grad_norm)
+        norm = nn.utils.clip_grad_norm_([one for one in parameters if one in chosen], max_grad_norm)
     if loss_scale.step(optimizer) and scheduler is not None:
         scheduler.step()
     optimizer.zero_grad()
     return norm
+
+
+def clear_left(model: nn.Module, parameters: Iterable[Tensor]) -> None:
+    """Clears the gradients that are left of a model, whose parameters these are.
+
+    Mostly there are none. To go through the modules of a model takes twenty times longer than through its parameters.
+    """
+    if any(one.grad is not None for one in parameters):
+        model.zero_grad()
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, cast: bool = False) -> None:
