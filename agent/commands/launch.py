@@ -197,8 +197,9 @@ def _agent_config(
     # Also if the user gave the script this flag itself; it is called the same.
     settings.universal_checkpoint |= asks_for_universal(options.training_script_args)
     adopts = SAVE_DIR in macros_of(script.arguments)
-    keeps_nothing = scripts.keeps_nothing(dlrover_text(script.source))
-    if settings.grow_wait < 0 and not (adopts or expects_session(script) or keeps_nothing):
+    if settings.grow_wait < 0 and not (
+        adopts or expects_session(script) or scripts.keeps_nothing(dlrover_text(script.source))
+    ):
         settings.grow_wait = GROW_SOON_SECONDS
     return AgentConfig(
         job_id=options.job_id,
