@@ -90,13 +90,16 @@ class AgentConfig:
 
 
 def differences(mine: control_pb2.Settings, job: control_pb2.Settings) -> str:
-    """The settings in which this agent's command line differs from its job's, in one line; empty if they agree."""
+    """The settings in which this agent's command line differs from its job's, in one line; empty if they agree.
+
+    Not --drain-timeout: on a signal a node leaves by its own.
+    """
     found = []
     if (mine.min_nodes, mine.max_nodes) != (job.min_nodes, job.max_nodes):
         found.append(f"--nnodes={job.min_nodes}:{job.max_nodes}, not {mine.min_nodes}:{mine.max_nodes}")
     for name in JobSettings.names()[2:]:
         ours, theirs = getattr(mine, name), getattr(job, name)
-        if ours != theirs:
+        if ours != theirs and name != "drain_timeout":
             found.append(f"--{name.replace('_', '-')}={_as_flag(theirs)}, not {_as_flag(ours)}")
     return f"the job's settings count: {'; '.join(found)}" if found else ""
 

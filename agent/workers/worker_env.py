@@ -118,7 +118,6 @@ def worker_environment(
         Variable.MAX_NODES: str(settings.max_nodes),
         Variable.RUN_DIR: str(run_dir),
         Variable.STALL_TIMEOUT: f"{max(0.0, settings.stall_timeout):g}",
-        Variable.DRAIN_TIMEOUT: f"{max(0.0, settings.drain_timeout):g}",
         **({Variable.MEMORY_DIR: str(memory)} if memory is not None else {}),
         **({Variable.MEMORY_BUDGET: str(memory_budget)} if memory is not None and memory_budget is not None else {}),
         **resume_environment(world, run_dir, memory),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -10,8 +11,10 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.shell.config import AgentConfig
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.mailbox import Mailbox
+from dalsegno.agent.workers.worker_env import WorldPlace, worker_environment
 from dalsegno.protos import control_pb2, worker_pb2
 
 # Of torch 2.11 and older at the end and on a signal; of later ones.
@@ -58,6 +61,23 @@ def test_ranks_keep_memory_checkpoints_where_the_job_does(replicas: int, given: 
     if not given:
         agent._effects.memory = None
     assert agent._memory_directory("run-0001") == told
+
+
+def test_ranks_are_told_what_their_own_node_has_to_leave_in() -> None:
+    """On a signal a node leaves by its own flag, whatever the job's other nodes have."""
+    agent = object.__new__(ElasticAgent)
+    for name in ("_effects", "_link", "_watch", "_lifeline", "_beside", "_hub"):
+        setattr(agent, name, MagicMock())
+    for own in (agent._effects.node_variables, agent._hub.variables, agent._lifeline.environment):
+        own.return_value = {}  # type: ignore[attr-defined]
+    agent._beside.variables, agent._watch.signals = {}, ()  # type: ignore[misc]
+    agent._effects.settings = control_pb2.Settings(drain_timeout=30)
+    settings = control_pb2.Settings(drain_timeout=60)
+    agent._config = AgentConfig("job", 1, settings, Path("checkpoints"), Path("logs"))
+    world = control_pb2.World(epoch=1, run_id="run-0001")
+    place = WorldPlace(group_rank=0, first_rank=0, nproc=1, nodes=1, world_size=1, node="node")
+    (of_world,) = worker_environment(world, place, agent._effects.settings, 1, "job", Path("runs"), "default", {})
+    assert (of_world | agent._node_environment(1))["DALSEGNO_DRAIN_TIMEOUT"] == "60"
 
 
 def test_an_exit_is_told_whatever_becomes_of_what_was_saved_last() -> None:
