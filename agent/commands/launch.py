@@ -57,6 +57,11 @@ logger = logging.getLogger(__name__)
 
 # For who knows torchrun's default, a store, and gives an endpoint that no node hosts.
 _HOSTS = "; with --rdzv-backend=c10d the node with that address hosts one"
+# A shell may have it for another job. `_connect` says why it decides.
+_BY_TOKEN = (
+    f"; with {Variable.TOKEN} it is taken for a master that is a service: unset that, and the node with that address"
+    " hosts one"
+)
 # For who runs in a pod of DLRover's operator, which names DLRover's own master there. What to do holds only where that
 # answers: a silent one may be ours, and late, and the job would get a second one.
 _BY_VARIABLE = f"; the variable {Variable.MASTER} names it"
@@ -84,7 +89,7 @@ def launch(options: argparse.Namespace, beginning: Beginning, watch: SignalWatch
     directory, log_dir = beginning.directory, beginning.log_dir
     directory.complaint.say = console.say
     torch_config, script = _torch_config(options, log_dir)
-    config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir, script)
+    config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir, script, beginning.token)
     source = _connect(options, beginning.token, directory, console, log_dir, watch)
     try:
         ending = _run(config, beginning, torch_config, script, source, console, watch)
@@ -191,7 +196,12 @@ def _check_later_flags(options: argparse.Namespace, torch_config: Any) -> None:
 
 
 def _agent_config(
-    options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path, script: Script
+    options: argparse.Namespace,
+    nproc: int,
+    directory: JobDirectory,
+    log_dir: Path,
+    script: Script,
+    token: str | None = None,
 ) -> AgentConfig:
     settings = control_pb2.Settings(**{name: getattr(options, name) for name in JobSettings.names()})
     # Also if the user gave the script this flag itself; it is called the same.
@@ -214,7 +224,7 @@ def _agent_config(
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
         addresses=options.master or options.meet or "",
-        hint=_hint(options),
+        hint=_hint(options, token),
         advice=_OPERATORS if options.master_is_variables else "",
         token_file=str(options.token_file or ""),
         # With the other flag its configuration says what this one would tell it.
@@ -242,8 +252,10 @@ def _agent_config(
     )
 
 
-def _hint(options: argparse.Namespace) -> str:
-    """What to say where no master of ours answers."""
+def _hint(options: argparse.Namespace, token: str | None) -> str:
+    """What to say where no master of ours answers. `token`: the environment's."""
+    if options.meet and token and not CredentialFiles.given(options, None).some:
+        return _BY_TOKEN
     if options.rdzv_endpoint and options.master == options.rdzv_endpoint:
         return _HOSTS
     return _BY_VARIABLE if options.master_is_variables else ""

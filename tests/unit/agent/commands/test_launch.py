@@ -89,6 +89,28 @@ def test_an_endpoint_alone_is_a_masters(tmp_path: Path, flags: tuple[str, ...], 
 
 
 @pytest.mark.parametrize(
+    ("flags", "token", "hinted"),
+    [
+        (("--rdzv-backend=c10d", "--rdzv-endpoint=h:1"), "sesame-sesame", True),
+        (("--rdzv-backend=c10d", "--rdzv-endpoint=h:1"), None, False),
+        (("--rdzv-backend=c10d", "--rdzv-endpoint=h:1", "--token-file=t"), "sesame-sesame", False),
+        (("--rdzv-backend=c10d", "--rdzv-endpoint=h:1", "--tls-ca=c"), "sesame-sesame", False),
+        (("--master=h:1",), "sesame-sesame", False),
+        ((), "sesame-sesame", False),
+    ],
+)
+def test_a_token_in_the_environment_keeps_a_node_from_hosting_the_master(
+    tmp_path: Path, flags: tuple[str, ...], token: str | None, hinted: bool
+) -> None:
+    """torchrun's line in a shell that has a token exported waited for a master that nobody had started."""
+    options = parse(["--job-id=job", *flags, "train.py"], {})
+    script, directory = Script(sys.executable, ("-u", "train.py")), SimpleNamespace(root=tmp_path)
+    config = launch._agent_config(options, 1, directory, tmp_path, script, token)  # type: ignore[arg-type]
+    told = "; with DALSEGNO_TOKEN it is taken for a master that is a service: unset that, and the node with that"
+    assert config.hint == (f"{told} address hosts one" if hinted else "")
+
+
+@pytest.mark.parametrize(
     ("flags", "hinted"),
     [
         ((), True),
