@@ -13,10 +13,11 @@ from dalsegno.protos.contract import Variable
 from dalsegno.protos.options import UsageError
 
 from ..control.grpc_logs import quiet_grpc
+from .arguments import build_parser
 
 __all__ = ["command_line", "launcher"]
 
-_FLAG = "--command-fd="
+_FLAGS = ("--command-fd", "--command_fd")
 
 
 def launcher() -> ModuleType:
@@ -42,8 +43,8 @@ def command_line(given: Sequence[str]) -> tuple[list[str], Mapping[str, str]] | 
     Raises:
         UsageError: the descriptor is not open, or what came is something else.
     """
-    numbers = [word.removeprefix(_FLAG) for word in given if word.startswith(_FLAG)]
-    if len(numbers) != 1 or not numbers[0].isdecimal() or not all(word.startswith("--") for word in given):
+    numbers, begun = _parted(given)
+    if len(numbers) != 1 or not numbers[0].isdecimal() or not _lacks_script(begun):
         return list(given), os.environ
     with contextlib.suppress(ImportError):  # what is missing is said when the command line is carried out
         launcher()
@@ -55,12 +56,32 @@ def command_line(given: Sequence[str]) -> tuple[list[str], Mapping[str, str]] | 
             return None
         rest = json.loads(text)
         os.environ.update(rest["environment"])
-        line = [*(word for word in given if not word.startswith(_FLAG)), *rest["arguments"]]
+        line = [*begun, *rest["arguments"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
             f"--command-fd={numbers[0]}: no JSON object of arguments and environment comes there: {error}"
         ) from error
     return line, {name: value for name, value in os.environ.items() if not name.startswith(Variable.FLAG)}
+
+
+def _parted(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The flag's values, behind `=` or as the next word, and the other words."""
+    numbers, others, words = list[str](), list[str](), iter(given)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag in _FLAGS:
+            numbers.append(value if equals else next(words, ""))
+        else:
+            others.append(word)
+    return numbers, others
+
+
+def _lacks_script(words: Sequence[str]) -> bool:
+    """Whether they are flags and their values alone. Of wrong ones the whole command line's parser tells."""
+    with contextlib.suppress(UsageError):
+        options = build_parser({}).parse_args([*words, ""])
+        return options.training_script == "" and not options.training_script_args
+    return False
 
 
 def _check_open(descriptor: int) -> None:

@@ -48,6 +48,23 @@ def test_the_rest_comes_later(imported: list[str], monkeypatch: pytest.MonkeyPat
         os.fstat(reader)
 
 
+@pytest.mark.parametrize(
+    ("given", "before"),
+    [
+        (["--command-fd", "FD"], []),
+        (["--command_fd=FD"], []),
+        (["--command_fd", "FD", "--tell-fd", "9", "-m"], ["--tell-fd", "9", "-m"]),
+        (["--nnodes", "1", "--command-fd=FD"], ["--nnodes", "1"]),
+    ],
+)
+def test_it_is_written_as_other_flags_are(imported: list[str], given: list[str], before: list[str]) -> None:
+    """The script was missed, unless it had a `=` and so had all words beside it."""
+    reader = piped(json.dumps({"arguments": ["train.py", "--command-fd", "4"], "environment": {}}))
+    found = ahead.command_line([word.replace("FD", str(reader)) for word in given])
+    assert found is not None
+    assert found[0] == [*before, "train.py", "--command-fd", "4"]
+
+
 def test_whoever_would_tell_the_rest_has_gone(imported: list[str]) -> None:
     """Then there is nothing to do."""
     assert ahead.command_line([f"--command-fd={piped('')}"]) is None
@@ -64,7 +81,18 @@ def test_what_is_no_command_line_is_one_line(imported: list[str], text: str) -> 
 
 
 @pytest.mark.parametrize(
-    "given", [["train.py", "--command-fd=3"], ["--nnodes", "1", "train.py", "--command-fd=3"], ["--command-fd=x"], []]
+    "given",
+    [
+        ["train.py", "--command-fd=9999"],
+        ["--nnodes", "1", "train.py", "--command-fd", "9999"],
+        ["--command-fd", "9999", "train.py"],
+        ["--command-fd=x"],
+        ["--command-fd"],
+        ["--command-fd=9999", "--command-fd=9998"],
+        ["--command-fd=9999", "--unknown"],
+        ["--command-fd=9999", ""],
+        [],
+    ],
 )
 def test_a_flag_of_the_script_is_the_scripts(imported: list[str], given: Sequence[str]) -> None:
     """Nothing is read from a descriptor of whose meaning nothing is known."""
