@@ -270,7 +270,7 @@ def _add_ours(group: _Group) -> None:
     group.value("--node-timeout", type=node_timeout, help="silence after which a node is dead", **as_seconds)
     group.value("--drain-timeout", type=more_than_none, help="notice that SIGTERM gives", **as_seconds)
     group.value("--join-timeout", type=more_than_none, help="time to stop workers and join", **as_seconds)
-    group.value("--stall-timeout", type=more_than_none, help="no step for so long: stuck", **as_seconds)
+    group.value("--stall-timeout", type=seconds, help="no step for so long: stuck; 0: never", **as_seconds)
     _add_growth(group)
     group.value("--wait-for-nodes", type=seconds, help="give up waiting; default: never", **as_seconds)
     _add_outages(group)

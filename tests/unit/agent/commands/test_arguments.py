@@ -25,6 +25,13 @@ def test_every_flag_of_torchrun_is_known() -> None:
     assert theirs - ours == set()
 
 
+def test_a_run_may_have_no_stall_timeout() -> None:
+    """As ranks and the master read 0; a notice of no time is none."""
+    assert parse(["--stall-timeout=0", "x.py"], {}).stall_timeout == 0.0
+    with pytest.raises(UsageError, match=r"--drain-timeout.*must be more than 0 seconds"):
+        parse(["--drain-timeout=0", "x.py"], {})
+
+
 def test_torch_reads_our_namespace() -> None:
     """What torch's launcher wants of a parsed command line is there, under torch's names."""
     wanted = set(vars(torchrun.get_args_parser().parse_args(["x.py"])))

@@ -716,6 +716,23 @@ def test_a_stall_is_unplanned_and_counts_as_a_failure() -> None:
     assert "--stall-timeout" in job.notices
 
 
+def test_without_a_stall_timeout_nothing_is_a_stall() -> None:
+    """--stall-timeout=0: before the first step, between two, in a save, and behind the last step of one node."""
+    job = Driven(settings(stall_timeout=0.0, max_restarts=0))
+    a, b = job.start(2)
+    while_standing = 700
+    for said in ({"step": 0}, {"step": 1}, {"step": 2, "saved_bytes": 1000}, {"step": 3, "training_ended": True}):
+        a.step(**said)  # type: ignore[arg-type]
+        job.wait(while_standing)
+        assert job.phase is Phase.RUNNING, said
+    a.finished(3)
+    job.wait(while_standing)
+    assert job.phase is Phase.RUNNING
+    b.finished(3)
+    assert job.phase is Phase.SUCCEEDED
+    assert "stall" not in job.notices
+
+
 def test_a_growing_save_is_no_stall() -> None:
     """Bytes of a save in flight move the deadline."""
     from dalsegno.protos import control_pb2

@@ -177,6 +177,19 @@ def test_a_save_that_stands_still_for_a_stall_is_withdrawn() -> None:
     assert job.phase is Phase.DRAINING
 
 
+def test_without_a_stall_timeout_a_save_that_stands_still_is_waited_for() -> None:
+    """--stall-timeout=0, also of a leaver whose notice is over: the others save without it."""
+    job = Driven(settings(drain_timeout=8, stall_timeout=0.0))
+    growing(job)
+    job.wait(700)
+    assert job.phase is Phase.DRAINING
+    assert "put off" not in job.notices
+    job = Driven(settings(drain_timeout=8, stall_timeout=0.0))
+    a, b, _ = leaving(job, 2)
+    job.wait(700)
+    assert (job.phase, endings([a, b])) == (Phase.DRAINING, [WAIT, WRITE])
+
+
 def test_a_save_that_moves_is_not_withdrawn() -> None:
     """However long it takes in all."""
     job = Driven(settings(drain_timeout=8, stall_timeout=40))
