@@ -12,6 +12,12 @@ from ..storage.best_save import BestRule
 
 __all__ = ["AgentConfig", "differences"]
 
+# Where all nodes have only gone for a moment, the first one that comes again is not to decide for the others.
+_CHANGED_BY = (
+    "; to change them, stop the job (dalsegno stop; where its master is a service then dalsegno start) and start its"
+    " nodes anew"
+)
+
 
 @dataclass(frozen=True)
 class AgentConfig:
@@ -101,7 +107,7 @@ def differences(mine: control_pb2.Settings, job: control_pb2.Settings) -> str:
         ours, theirs = getattr(mine, name), getattr(job, name)
         if ours != theirs and name != "drain_timeout":
             found.append(f"--{name.replace('_', '-')}={_as_flag(theirs)}, not {_as_flag(ours)}")
-    return f"the job's settings count: {'; '.join(found)}" if found else ""
+    return f"the job's settings count: {'; '.join(found)}{_CHANGED_BY}" if found else ""
 
 
 def _as_flag(value: float | bool) -> str:

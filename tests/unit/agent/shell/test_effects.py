@@ -23,6 +23,11 @@ from dalsegno.agent.storage.job_directory import JobDirectory, Survey
 from dalsegno.protos import control_pb2
 from tests.support.checkpoints.memory import RUN, manifest_of, nodes
 
+CHANGED_BY = (
+    "; to change them, stop the job (dalsegno stop; where its master is a service then dalsegno start) and start its"
+    " nodes anew"
+)
+
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -194,7 +199,7 @@ def test_a_master_without_memory_is_told_what_the_one_before_said(
         effects._directed(control_pb2.Directive(epoch=7, settings=in_force))
     effects._registered("second", control_pb2.RegisterReply(settings=in_force))
     effects._directed(control_pb2.Directive(epoch=0))
-    assert remarks(effects) == [ev.Remark("the job's settings count: --nnodes=2:4, not 1:1")]
+    assert remarks(effects) == [ev.Remark(f"the job's settings count: --nnodes=2:4, not 1:1{CHANGED_BY}")]
     assert effects.settings == in_force
     effects.perform(ev.Register("first", "me"))
     assert (registered[1].epoch, registered[1].known_settings) == (7, in_force)

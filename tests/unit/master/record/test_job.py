@@ -106,6 +106,20 @@ def test_a_masters_nnodes_hold_nothing_but_themselves_and_only_while_it_says_the
     assert job.register("d", (1, 2), 10.0).max_nodes == 2
 
 
+def test_a_stop_and_a_start_let_the_settings_change() -> None:
+    """As the pages say. Nodes that have gone do not: whoever comes first after a cut is not to decide for all."""
+    job = Stored().begin(None)
+    job.register("a", (1, 2), 10.0)
+    job.call(pb.LeaveRequest(caller=pb.Caller(job_id="job", incarnation="a"), gone=True))
+    assert len(job.state.job.nodes) == 0
+    assert job.register("b", (1, 8), 250.0).max_nodes == 2
+    job.call(pb.LeaveRequest(caller=pb.Caller(job_id="job", incarnation="b"), gone=True))
+    job.stop()
+    job.call(pb.StartRequest(job_id="job"))
+    new = job.register("c", (1, 8), 250.0)
+    assert (new.drain_timeout, new.max_nodes) == (250.0, 8)
+
+
 def test_a_master_that_stood_by_takes_the_job_over_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     """Its look found nothing against its other bounds: the job was stopped then, or there was none yet."""
     job = Stored()
