@@ -289,9 +289,12 @@ def to_device(data: Any, device: torch.device) -> Any:
     if isinstance(data, Tensor):
         # A copy to the CPU that does not wait would return memory that is not filled yet.
         return data.to(device, non_blocking=device.type != "cpu")
-    # It knows better what belongs there: a PackedSequence keeps its sizes on the CPU.
-    if callable(getattr(data, "to", None)):
-        return data.to(device)
+    # It knows better what belongs there: a PackedSequence keeps its sizes on the CPU. A container is not asked for
+    # attributes: they may be its items, and what one lacks raises KeyError.
+    asked = type(data) if isinstance(data, dict | list | tuple) else data
+    if callable(getattr(asked, "to", None)):
+        moved = data.to(device)
+        return data if moved is None else moved  # moved in place
     if isinstance(data, dict):
         moved = {key: to_device(value, device) for key, value in data.items()}
         return moved if type(data) is dict else _as_copy(data, moved)

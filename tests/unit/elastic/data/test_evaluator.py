@@ -427,6 +427,32 @@ def test_a_dictionary_whose_items_are_attributes() -> None:
     assert not given.x.is_meta
 
 
+class Items(dict[str, Any]):
+    """Fails for an attribute that is no item with another error than attributes do."""
+
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("more", [{}, {"to": print}])
+def test_a_dictionary_that_fails_for_a_name_that_it_lacks(more: dict[str, Any]) -> None:
+    """It has no ``to`` of its own, also where an item is called so."""
+    moved = to_device(Items(x=torch.ones(1), **more), torch.device("meta"))
+    assert type(moved) is Items
+    assert moved.x.is_meta
+
+
+def test_data_that_move_themselves_in_place() -> None:
+    """Their ``to`` returns nothing."""
+
+    class InPlace(dict[str, Any]):
+        def to(self, device: torch.device) -> None:
+            self["x"] = self["x"].to(device)
+
+    given = InPlace(x=torch.ones(1))
+    assert to_device([given], torch.device("meta"))[0] is given
+    assert given["x"].is_meta
+
+
 def test_an_error_of_a_move_is_that_of_the_move() -> None:
     """It is none of the dictionary's."""
 
