@@ -70,15 +70,20 @@ class Cadence:
             return self._seen >= FIRST_STEPS and step >= self._next
         return self._every > 0 and step % self._every == 0 and step >= self._next
 
-    def proposal(self) -> int:
-        """How far apart two should be, by what this rank has measured of the last one."""
+    def proposal(self, *, failed: bool) -> int:
+        """How far apart two should be, by what this rank has measured of the last one; ``failed``: it is gone."""
         if not self._auto or not self._steps:
             return max(1, self._every)
         step = max(statistics.median(self._steps), 1e-6)
         # What a step beside the save waited for its end is in that, too.
-        self._costs.append(self._waited + max(0.0, self._beside - self._count_beside * step))
+        cost = self._waited + max(0.0, self._beside - self._count_beside * step)
+        if failed and self._costs:
+            # Without room it costs nothing, and the next one that succeeds costs as before.
+            cost = max(cost, statistics.median_low(self._costs))
+        if self._costs or not failed:
+            self._costs.append(cost)
         # Of two the smaller one: at the beginning, too, what is rare is not taken for the rule.
-        cost = statistics.median_low(self._costs)
+        cost = statistics.median_low(self._costs or [cost])
         return max(1, min(MOST_STEPS, math.ceil(cost / (SHARE * step))))
 
     def ended(self, saved_step: int, step: int, apart: int, *, failed: bool) -> None:

@@ -117,7 +117,7 @@ class MemorySaves:
         assert self._saving is not None
         # What the step was saved as before, for the case of a crash alone, nobody brings to the disk.
         failed = self._session.saves.of(self._saving, in_memory=True, for_disk=self._to_disk) is None
-        apart = cadence.proposal()
+        apart = cadence.proposal(failed=failed)
         if self._auto:
             apart = self._session.saves.largest(apart)
         cadence.ended(self._saving, step, apart, failed=failed)
