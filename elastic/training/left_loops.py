@@ -6,6 +6,7 @@ it cannot tell a ``break`` from an error of this rank's. So what was due is made
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -78,7 +79,9 @@ class LeftLoop:
     """
 
     def __init__(self, session: BareSession, run: LoopRun, source: BatchSource[Any]) -> None:
-        self._session, self._run, self._source = session, run, source
+        self._session, self._run = session, run
+        # Behind a `break` the workers of its loader go. Whoever saves the state of one holds it: the run.
+        self._source = weakref.ref(source)
         self._batch: Any = None
         # The data's position behind the batch in which it was left.
         self._place: Position | None = None
@@ -106,7 +109,7 @@ class LeftLoop:
         if self._closed:
             return
         self._look()
-        self._source.last(trained=self._trained)
+        self._tell(trained=self._trained)
         # Of the batch no more is kept: it may hold what the script trains, which may have to go with the world.
         self._place, self._batch = place_behind(self._batch), None
         if self._trained:
@@ -135,14 +138,14 @@ class LeftLoop:
         if self._within:
             self._closed = True
             self._look()
-            self._source.last(trained=self._seems_trained)
+            self._tell(trained=self._seems_trained)
             if self._seems_trained:
                 self._run.took(self._batch)
                 self._session.end_step()
             else:
                 self._session.abandon_step()
         elif self._seems_trained and not self._trained:
-            self._source.last(trained=True)
+            self._tell(trained=True)
             self._run.passes(self._place)
             self._session.count_left_step()
         self._seems_trained = False
@@ -154,6 +157,11 @@ class LeftLoop:
     def finish(self) -> None:
         """See `LoopRun`."""
         self._run.finish()
+
+    def _tell(self, *, trained: bool) -> None:
+        """See `BatchSource.last`."""
+        if (source := self._source()) is not None:
+            source.last(trained=trained)
 
     def _look(self) -> None:
         found, self._within = batch_in(self._batch), False

@@ -256,7 +256,7 @@ def _loop(
     if before is not None:
         # With the generators as they are now: who resumes from there begins with this loop.
         run.owes(before.make_up(later=run.saves))
-        before = None  # Its data go now, with the workers that make them.
+        before = None  # It goes now, with its hooks.
     while ready:
         batch = run.begins(source.take())
         # The step that begins now counts as one of those that are left.

@@ -21,8 +21,10 @@ from torch.utils.data import DataLoader
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, CheckpointStore, ElasticSampler, SaveError, TrainingState
 from dalsegno.elastic.rank import rng
 from dalsegno.elastic.saving import tiers, writing
+from dalsegno.elastic.training import loop as loop_module
 from dalsegno.elastic.training import saves
 from dalsegno.elastic.training.session import BareSession
+from dalsegno.elastic.training.sources import BatchSource
 
 from .test_sources import Numbers
 from .test_unsaved import opened
@@ -277,23 +279,33 @@ def test_a_loop_of_ones_own_that_ends_unsaved(
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["batches", "other data"])
-def test_a_loop_that_was_left_does_not_outlive_the_beginning_of_the_next(tmp_path: Path, knows: bool) -> None:
-    """Its loader has workers, and its batch may lie on a card."""
+def test_what_a_left_loop_holds_goes_at_once_and_the_loop_as_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows: bool
+) -> None:
+    """Its loader has workers, beside which a validation may have its own, and its batch may lie on a card."""
+    sources = list[weakref.ref[BatchSource[Any]]]()
+    make = loop_module.source_of
+
+    def noted(*given: Any, **named: Any) -> BatchSource[Any]:
+        sources.append(weakref.ref(source := make(*given, **named)))
+        return source
+
+    monkeypatch.setattr(loop_module, "source_of", noted)
     with opened(tmp_path) as session:
         one = Training(session)
         for batch in one.loop(None if knows else (ROWS[n : n + 4].clone() for n in (0, 4))):
             if knows:
                 one.train(batch)
             break
-        last, data, loop = weakref.ref(batch), weakref.ref(session.loop._source), weakref.ref(session.loop)
+        last, loop = weakref.ref(batch), weakref.ref(session.loop)
         del batch
         gc.collect()
-        assert knows or last() is None  # `Batches` have theirs in hand
+        assert knows or last() is None  # the Accumulation has the one that it has computed
+        assert [one() for one in sources] == [None]
         goes_on = one.loop()
         next(goes_on)
         gc.collect()
         assert loop() is None
-        assert data() is None
 
 
 @pytest.mark.parametrize("best", [True, False])
