@@ -460,11 +460,12 @@ def step_and_clear(
     loss_scale.unscale(optimizer)
     if max_grad_norm is not None:
         parameters = list(model.parameters())
-        own, trained = set(parameters), {p for group in optimizer.param_groups for p in group["params"]}
+        given = [p for group in optimizer.param_groups for p in group["params"]]
         # Others have gradients, too, which nothing unscales. But an optimizer that has copies of some (in higher
-        # precision) does not tell which of the model's gradients it takes.
-        chosen = trained if trained <= own else own
-        norm = nn.utils.clip_grad_norm_([one for one in parameters if one in chosen], max_grad_norm)
+        # precision) does not tell which of the model's gradients it takes. It mostly has all: sets of tensors are slow.
+        if len(given) != len(parameters) and (trained := set(given)) <= set(parameters):
+            parameters = [one for one in parameters if one in trained]
+        norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     if loss_scale.step(optimizer) and scheduler is not None:
         scheduler.step()
     optimizer.zero_grad()

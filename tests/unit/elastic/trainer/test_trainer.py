@@ -40,7 +40,7 @@ from dalsegno.elastic.trainer.callbacks import Console, TensorBoard, WeightsAndB
 from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.trainer.fsdp import FSDP, TRAINER_FILE, load_trainer_state, trainer_state
 from dalsegno.elastic.trainer.loss_scale import LossScale
-from dalsegno.elastic.trainer.strategies import DDP, MakeOptimizer
+from dalsegno.elastic.trainer.strategies import DDP, MakeOptimizer, step_and_clear
 from dalsegno.elastic.training import entry, saves
 from dalsegno.elastic.training.session import BareSession
 from tests.unit.elastic.saving.test_resuming import point, write
@@ -224,6 +224,32 @@ def test_clipping_with_an_optimizer_that_has_copies(copied: int) -> None:
         optimizer.zero_grad()
     wanted = torch.cat([p.detach().flatten() for p in model.parameters()])
     torch.testing.assert_close(weights(trainer), wanted, rtol=1e-12, atol=1e-12)
+
+
+class Hashed(nn.Parameter):
+    """Counts how often one of its kind is looked for in a set or a dictionary."""
+
+    times = 0
+
+    def __hash__(self) -> int:
+        Hashed.times += 1
+        return id(self)
+
+
+def test_clipping_of_a_whole_model_looks_for_no_parameter() -> None:
+    """That took a millisecond and more of each step with thousands of them."""
+    model = nn.ParameterList([Hashed(torch.ones(1)), Hashed(torch.ones(2))])
+    optimizer = torch.optim.SGD([{"params": [one]} for one in reversed(list(model))], lr=0.5)
+
+    def hashed(max_grad_norm: float | None) -> int:
+        before = Hashed.times
+        step_and_clear(model, optimizer, None, max_grad_norm, LossScale(None))
+        return Hashed.times - before
+
+    alone, before = hashed(None), Hashed.times
+    list(model.parameters())
+    going_through = Hashed.times - before
+    assert hashed(1.0) == alone + going_through
 
 
 class SecondOptimizer(Callback):
