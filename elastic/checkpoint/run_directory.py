@@ -20,6 +20,7 @@ from types import TracebackType
 
 from .best import Best
 from .deletion import delete
+from .errors import CheckpointDamaged
 from .files import replace_file
 from .inventory import inspect, inventory
 from .layout import BEST, FINISHED, LATEST, LOCK, MANIFEST, SHARDED, CheckpointName, is_checkpoint_name
@@ -177,13 +178,24 @@ class CheckpointStore:
             raise OSError(errno.ESTALE, text, str(self.run_dir))
         raise _lost("another training may be at work", self.run_dir)
 
+    def begun_with(self) -> Ref | None:
+        """The newest checkpoint that is sealed here, sound or not, for `hold`. None without a lock, or if unknown."""
+        if self._lock is None:
+            return None
+        with contextlib.suppress(OSError):
+            names = [CheckpointName.parse(name) for name in self._names() if is_checkpoint_name(name)]
+            for name in sorted((one for one in names if one.lease is None), key=lambda one: one.age, reverse=True):
+                with contextlib.suppress(CheckpointDamaged):
+                    return Manifest.read(self.run_dir / str(name)).ref
+        return None
+
     def hold(self, last: Ref | None) -> None:
         """Before a checkpoint is begun: the lock is that of the directory here.
 
         It is taken anew where the directory or the lock file was deleted, unless another training has been here since.
 
         Args:
-            last: The newest checkpoint that this run has sealed, or began with.
+            last: The newest checkpoint that this process has sealed; before the first one: see `begun_with`.
 
         Raises:
             OSError: It is not, so nothing may be written here.

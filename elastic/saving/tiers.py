@@ -40,7 +40,6 @@ class Disk:
     Args:
         store: Of the run.
         identity: Who saves.
-        resumed_from: The checkpoint that it began with.
 
     Attributes:
         in_memory: It is not this, but `Memory`.
@@ -49,8 +48,10 @@ class Disk:
 
     in_memory = False
 
-    def __init__(self, store: CheckpointStore, identity: Identity, resumed_from: Ref | None = None) -> None:
-        self.store, self.identity, self._last = store, identity, resumed_from
+    def __init__(self, store: CheckpointStore, identity: Identity) -> None:
+        self.store, self.identity = store, identity
+        # Not the resume point: a newer one may be damaged.
+        self._last = store.begun_with()
         self.leads = identity.rank == 0
         self._mount = mount_point(store.run_dir) if self.leads else None
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,40 @@ def test_a_lock_file_that_was_deleted_is_made_again(training: Session, run: Path
     another(run, "step-9.e1.1")
     assert step(training) is None
     assert [one.name for one in CheckpointStore(run).sealed()] == ["step-3.e0.1", "step-9.e1.1"]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "content", "verify"),
+    [("model.pt", b"MODEL", True), ("model.pt", b"m", False), ("MANIFEST.json", b"{}", True)],
+)
+def test_a_lock_file_is_made_again_where_the_newest_checkpoint_is_damaged(
+    run: Path, damaged: str, content: bytes, verify: bool
+) -> None:
+    """The run goes on from the one before, and the newest is known from its beginning."""
+    with session(run, keep=0) as s:
+        assert [step(s).name for _ in range(2)] == ["step-1.e0.1", "step-2.e0.1"]
+    (run / "step-2.e0.1" / damaged).write_bytes(content)
+    with session(run, keep=0, verify=verify) as s:
+        assert s.step == 1
+        os.unlink(run / ".lock")
+        assert step(s).name == "step-2.e1.1"
+        # From here on that is the newest one.
+        shutil.rmtree(run / "step-2.e1.1")
+        os.unlink(run / ".lock")
+        assert step(s) is None
+
+
+def test_forms_are_no_newer_checkpoints(training: Session, run: Path) -> None:
+    """They are made of one that is here, by others, at any time."""
+    newest = CheckpointStore(run).newest()
+    assert newest is not None
+    form = run / f"{newest.name.replace('step-2', 'step-9')}.universal.1"
+    form.mkdir()
+    made = replace(newest, name=form.name, step=9, form="universal", source=replace(newest.ref, name="step-9.e0.1"))
+    (form / "MANIFEST.json").write_bytes(made.to_bytes())
+    with LocalLock(run.with_name("another")) as lock:
+        assert CheckpointStore(run, lock).begun_with() == newest.ref
+    assert CheckpointStore(run).begun_with() is None
 
 
 def test_an_old_lock_that_cannot_be_given_back_keeps_nobody_from_the_new_one(
