@@ -68,7 +68,8 @@ class OptimizerWatch:
         self._said = True
         self._say(
             "%s steps parameters of the model and is not in the state that is saved: what it keeps (momentum) is lost"
-            " at each change of the world. Make it at the start, and give it to TrainingState(..., %s=...), too",
+            " at each change of the world, unless what you give as save= writes it by itself. Make it at the start, and"
+            " give it to TrainingState(..., %s=...), too",
             type(optimizer).__name__,
             type(optimizer).__name__.lower(),
         )

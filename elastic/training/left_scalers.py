@@ -51,8 +51,9 @@ class ScalerWatch:
             return
         self._said = True
         self._say(
-            "%s steps %s and is not in the state that is saved: its loss scale begins anew at each change of the world,"
-            " and steps are left out until it fits again. Give it to s.state or TrainingState(..., scaler=...), too",
+            "%s steps %s and is not in the state that is saved: unless what you give as save= writes it by itself, its"
+            " loss scale begins anew at each change of the world, and steps are left out until it fits again. Give it"
+            " to s.state or TrainingState(..., scaler=...), too",
             type(scaler).__name__,
             type(optimizer).__name__,
         )

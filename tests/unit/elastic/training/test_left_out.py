@@ -49,6 +49,7 @@ def test_an_optimizer_that_takes_the_place_of_another_is_named_once() -> None:
     step(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
     assert len(said) == 1
     assert said[0].startswith("SGD steps parameters of the model and is not in the state that is saved")
+    assert "unless what you give as save= writes it by itself" in said[0]
     step(model, Adam(model.parameters()))
     assert len(said) == len(by_another) == 1
 
