@@ -211,7 +211,9 @@ class Adopter:
     def _run(self) -> None:
         pause, asked, patience = LOOK_EVERY_SECONDS, 0, LookPatience(PATIENCE_LOOKS, LOOK_EVERY_SECONDS)
         if self._rule is not None:
-            self._best = BestWatch(self._rule, self._run_dir, self._world, lambda text: self._deliver(ev.Remark(text)))
+            sealed = self._late.sealed if self._late is not None else ""
+            own = self._rule, self._run_dir, self._world, sealed
+            self._best = BestWatch(*own, lambda text: self._deliver(ev.Remark(text)))
         self._note(self._known.values())
         old_saves.remove(self._run_dir, self._world.epoch, self._keep)
         self._volume.measure()

@@ -36,11 +36,17 @@ class BestWatch:
         rule: what is the best.
         run_dir: the run's directory.
         world: the epoch's world.
+        sealed: the newest checkpoint of this epoch, where the first node was lost behind it; empty: there is none.
         say: tells people a line.
     """
 
     def __init__(
-        self, rule: BestRule, run_dir: Path, world: control_pb2.World, say: Callable[[str], None] = lambda text: None
+        self,
+        rule: BestRule,
+        run_dir: Path,
+        world: control_pb2.World,
+        sealed: str = "",
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._rule, self._run_dir, self._say = rule, run_dir, say
         self._path = run_dir / f"e{world.epoch}" / rule.metrics_file
@@ -49,9 +55,11 @@ class BestWatch:
         # Checkpoints with a step of the script's own, and values, by step.
         self._saves: dict[int, str] = {}
         self._values: dict[int, float] = {}
-        # The resume point, until it is read with what came before; and when, monotonic, that is given up.
-        self._owed, self._given_up_at = "", math.inf
-        if world.HasField("resume"):
+        # `sealed` or the resume point, until it is read with what came before; and when, monotonic, that is given up.
+        self._owed, self._given_up_at = sealed, math.inf
+        if sealed:
+            self._catch_up()
+        elif world.HasField("resume"):
             self._owed = world.resume.source.ref.name
             if world.resume.source.in_memory:
                 self._given_up_at, self._say = 0.0, logger.warning  # it may never come to the disk
@@ -119,13 +127,13 @@ class BestWatch:
             self._standing = Best(held or self._saves[best[0]], tracked.metric, tracked.mode, best[1])
         return self._values.get(step) if step in self._saves else None, self._standing
 
-    def _look_back(self, resume: str) -> None:
-        """What the resume point knows, and what came to light of that epoch's checkpoints since.
+    def _look_back(self, checkpoint: str) -> None:
+        """What a checkpoint knows, and what came to light since of those of its epoch until then.
 
         Raises:
-            CheckpointDamaged, OSError: the resume point, or what there is, cannot be read.
+            CheckpointDamaged, OSError: it, or what there is, cannot be read.
         """
-        manifest = Manifest.read(self._run_dir / resume)
+        manifest = Manifest.read(self._run_dir / checkpoint)
         tracked = self._rule.tracked
         if manifest.best is not None and (manifest.best.metric, manifest.best.mode) == (tracked.metric, tracked.mode):
             self._standing = manifest.best
@@ -134,14 +142,17 @@ class BestWatch:
         earlier = sorted((one for one in of_epoch if one.step <= manifest.step), key=lambda one: one.age)
         for one in earlier[-_EARLIER:]:
             try:
-                saved_as = (manifest if str(one) == resume else Manifest.read(self._run_dir / str(one))).saved_as
+                saved_as = (manifest if str(one) == checkpoint else Manifest.read(self._run_dir / str(one))).saved_as
             except (CheckpointDamaged, OSError) as error:  # one old file must not hold up what is saved from now on
                 logger.debug("%s is not the best one: %s", one, error)
                 continue
             if saved_as is not None and has_own_number(one.step, dict(saved_as.numbers)):
                 self._saves[one.step] = str(one)
-        self._read(self._run_dir / f"e{manifest.epoch}" / self._rule.metrics_file)
-        self._values = {step: value for step, value in self._values.items() if step <= manifest.step}
+        path = self._run_dir / f"e{manifest.epoch}" / self._rule.metrics_file
+        self._read(path)
+        if path != self._path or os.path.isabs(self._rule.metrics_file):
+            # Another epoch's: these steps are made again. In one file for all epochs nobody can tell.
+            self._values = {step: value for step, value in self._values.items() if step <= manifest.step}
 
     def _read(self, path: Path) -> None:
         for record in self._reader.all_news(path):

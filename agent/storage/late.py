@@ -109,7 +109,8 @@ def _adopter(
     numbers = dict(sealed.saved_as.numbers) if sealed is not None and sealed.saved_as is not None else {}
     latest = None if sealed is None else _latest(run_dir, sealed)
     step = max(step, sealed.step) if sealed is not None else step
-    late = Late(step, numbers, _now(root), time.monotonic(), since, latest)
+    name = sealed.name if sealed is not None else ""
+    late = Late(step, numbers, _now(root), time.monotonic(), since, latest, name)
     return Adopter(run_dir, world, origin, deliver, pattern, before, best=best, late=late)
 
 

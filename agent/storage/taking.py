@@ -87,6 +87,7 @@ class Late:
         now: by the clock of the volume, in ns, when it was `at` by this process's; 0: nobody knows.
         since: only what was written from then on is taken, by that clock: the first node is there, and has the rest.
         latest: what it took last, if that counts steps.
+        sealed: the name under which the run has what it took last; empty, if it had taken nothing.
     """
 
     step: int
@@ -95,6 +96,7 @@ class Late:
     at: float
     since: int = 0
     latest: Latest | None = None
+    sealed: str = ""
 
     def stands_since(self, one: Complete) -> float:
         """When its last file was written, by this process's clock: who comes late need not see that for itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import queue
 import shutil
@@ -16,8 +17,9 @@ import pytest
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.storage import adoption, late, settling
+from dalsegno.agent.storage.best_save import BestRule
 from dalsegno.agent.storage.save_dir import Adoption
-from dalsegno.elastic.checkpoint import inventory
+from dalsegno.elastic.checkpoint import Tracked, inventory
 from dalsegno.protos import control_pb2
 
 from .test_adoption import ORIGIN, ZERO_1, begun, sealed_step, states, world, written_before
@@ -105,6 +107,60 @@ def test_a_file_that_is_written_over_is_taken_once(tmp_path: Path, monkeypatch: 
     assert take(tmp_path, world(1)) == []
     assert take(tmp_path, world(1)) == []
     assert steps(tmp_path) == [1, 2]
+
+
+def save_with(directory: Path, step: int, loss: float) -> None:
+    states(directory, f"step_{step}.pt")
+    with open(directory / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+
+
+@pytest.mark.parametrize(("last", "best"), [(0.9, 50), (0.05, 60)])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_who_comes_late_knows_the_best_of_that_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool, last: float, best: int
+) -> None:
+    """Else a worse one names itself, and the best one may be deleted as an old one."""
+    monkeypatch.setattr(adoption, "UNSURE_LOOKS", 1)
+    heard: queue.Queue[ev.Event] = queue.Queue()
+    rule = BestRule(Tracked("loss", "min"), "metrics.jsonl")
+    of, saves = world(1), [(1, 50, 0.1)]
+    if resumed:
+        of, saves = world(2, "step-20.e1.1"), [(1, 20, 0.5), (2, 50, 0.1)]
+    for epoch, step, loss in saves:
+        save_with(tmp_path / f"e{epoch}", step, loss)
+        first = Adoption(["${save_dir}"], heard.put, best=rule)
+        first.begin(tmp_path, of if epoch == of.epoch else world(epoch), ORIGIN, [], first=True)
+        assert sealed_step(heard.get(timeout=20)) == step
+        first.close()
+    save_with(tmp_path / f"e{of.epoch}", 60, last)
+    Adoption(["${save_dir}"], heard.put, best=rule).take_late(tmp_path, of, ORIGIN, JOIN_TIMEOUT)
+    (newest,) = [one for one in inventory(tmp_path) if one.step == 60]
+    assert newest.metric == last
+    assert newest.best is not None
+    assert newest.best.name.startswith(f"step-{best}.e{of.epoch}.")
+    assert heard.empty()
+
+
+def test_who_comes_late_takes_no_value_of_a_lost_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one file for all epochs the step was noted before, and is not noted again yet."""
+    monkeypatch.setattr(adoption, "UNSURE_LOOKS", 1)
+    heard: queue.Queue[ev.Event] = queue.Queue()
+    file = tmp_path / "all.jsonl"
+    file.write_text('{"step": 60, "loss": 0.01}\n', encoding="utf-8")
+    rule = BestRule(Tracked("loss", "min"), str(file))
+    first = Adoption(["${save_dir}"], heard.put, best=rule)
+    first.begin(tmp_path, world(1), ORIGIN, [], first=True)
+    states(tmp_path / "e1", "step_50.pt")
+    assert sealed_step(heard.get(timeout=20)) == 50
+    first.close()
+    with open(file, "a", encoding="utf-8") as more:
+        more.write('{"step": 50, "loss": 0.1}\n')
+    states(tmp_path / "e1", "step_60.pt")
+    Adoption(["${save_dir}"], heard.put, best=rule).take_late(tmp_path, world(1), ORIGIN, JOIN_TIMEOUT)
+    newest = inventory(tmp_path)[-1]
+    assert newest.best is not None
+    assert (newest.step, newest.metric, newest.best.value) == (60, None, 0.1)
 
 
 @pytest.mark.parametrize("ahead", [0, 3600])
