@@ -20,6 +20,8 @@ _HUBS = frozenset({"huggingface_hub", "transformers", "datasets", "accelerate", 
 _LATE = re.compile("HF_TOKEN$|TRANSFORMERS_NO_ADVISORY")
 # A cheap look at a text, before it is parsed.
 _MAY = re.compile(rf"(?s)(?=.*\b(?:environ|putenv)\b).*(?:{'|'.join(_OF_HUB)})")
+# What only the script itself will know.
+_UNKNOWN = object()
 
 
 def early_variables(text: str, environment: Mapping[str, str]) -> set[str]:
@@ -37,15 +39,19 @@ def early_variables(text: str, environment: Mapping[str, str]) -> set[str]:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set()
-    found, imported = set[str](), set[str]()
-    for node in _at_top(body):
+    found, imported, known = set[str](), set[str](), dict[str, object](environment)
+    for node in _at_top(body, known):
         imported |= _imports(node)
         if imported & _HUBS:
             break
         for name, value in _sets(node):
-            same = name in environment and (_is_default(node) or _constant(value) == environment[name])
-            if name.startswith(_OF_HUB) and not _LATE.match(name) and not same:
+            present = known.get(name, _UNKNOWN)
+            if present is not _UNKNOWN and (_is_default(node) or _value(value, known) == present):
+                continue
+            known[name] = _UNKNOWN  # another one, perhaps
+            if name.startswith(_OF_HUB) and not _LATE.match(name):
                 found.add(name)
+        known.update(dict.fromkeys(_takes_away(node), _UNKNOWN))
     return found
 
 
@@ -53,20 +59,69 @@ def _is_default(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setdefault"
 
 
-def _constant(value: ast.AST) -> object:
-    return value.value if isinstance(value, ast.Constant) else None
+def _at_top(body: list[ast.stmt], known: Mapping[str, object]) -> Iterator[ast.AST]:
+    """What is run as the module is imported, in its order: also in `if`, `try`, `for` and `with`.
 
-
-def _at_top(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """What is run as the module is imported, in its order: also in `if`, `try`, `for` and `with`."""
+    Args:
+        body: Of the module, or a block of it.
+        known: What is set when the next one is asked for; rules out a branch of an `if`. What is not set here may be
+            by then (`load_dotenv()`).
+    """
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
-        blocks = [getattr(node, name, []) for name in ("body", "handlers", "orelse", "finalbody")]
-        if any(blocks):
-            yield from _at_top([one for block in blocks for one in block])
-        else:
+        names = ["body", "handlers", "orelse", "finalbody"]
+        if isinstance(node, ast.If) and (runs := _value(node.test, known)) is not _UNKNOWN:
+            names = ["body" if runs else "orelse"]
+        elif not any(getattr(node, name, []) for name in names):
             yield from ast.walk(node)
+        yield from _at_top([one for name in names for one in getattr(node, name, [])], known)
+
+
+def _value(node: ast.AST, known: Mapping[str, object]) -> object:
+    """What an expression of constants and variables that are set gives; or `_UNKNOWN`."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        value = _value(node.operand, known)
+        return value if value is _UNKNOWN else not value
+    if isinstance(node, ast.IfExp) and (test := _value(node.test, known)) is not _UNKNOWN:
+        return _value(node.body if test else node.orelse, known)
+    if isinstance(node, ast.BoolOp):
+        for one in node.values:
+            value = _value(one, known)
+            if value is _UNKNOWN or bool(value) == isinstance(node.op, ast.Or):
+                break
+        return value
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        return _compared(_value(node.left, known), node.ops[0], node.comparators[0], known)
+    return _looked_up(node, known)
+
+
+def _compared(left: object, how: ast.cmpop, node: ast.AST, known: Mapping[str, object]) -> object:
+    if isinstance(how, (ast.In, ast.NotIn)):
+        is_set = _is_environ(node) and isinstance(left, str) and known.get(left, _UNKNOWN) is not _UNKNOWN
+        return isinstance(how, ast.In) if is_set else _UNKNOWN
+    right = _value(node, known)
+    if left is _UNKNOWN or right is _UNKNOWN or not isinstance(how, (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)):
+        return _UNKNOWN
+    return (left == right) == isinstance(how, (ast.Eq, ast.Is))
+
+
+def _looked_up(node: ast.AST, known: Mapping[str, object]) -> object:
+    """`environ[NAME]`, `environ.get(NAME, …)` or `getenv(NAME, …)` of what is set."""
+    if isinstance(node, ast.Subscript) and _is_environ(node.value):
+        name = _value(node.slice, known)
+    elif isinstance(node, ast.Call) and node.args and _is_lookup(node.func):
+        name = _value(node.args[0], known)
+    else:
+        return _UNKNOWN
+    return known.get(name, _UNKNOWN) if isinstance(name, str) else _UNKNOWN
+
+
+def _is_lookup(node: ast.AST) -> bool:
+    is_get = isinstance(node, ast.Attribute) and node.attr == "get" and _is_environ(node.value)
+    return is_get or _last_name(node) == "getenv"
 
 
 def _imports(node: ast.AST) -> set[str]:
@@ -96,11 +151,24 @@ def _sets(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
                 yield from _of_mapping(mapping)
 
 
+def _takes_away(node: ast.AST) -> Iterator[str]:
+    """The names that one statement or call removes from the environment."""
+    if isinstance(node, ast.Delete):
+        targets = [one.slice for one in node.targets if isinstance(one, ast.Subscript) and _is_environ(one.value)]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_environ(node.func.value):
+        targets = node.args[:1] if node.func.attr == "pop" else []
+    else:
+        return
+    yield from (one.value for one in targets if isinstance(one, ast.Constant) and isinstance(one.value, str))
+
+
 def _is_environ(node: ast.AST) -> bool:
     """`os.environ`, or `environ` alone."""
-    return (
-        node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-    ) == "environ"
+    return _last_name(node) == "environ"
+
+
+def _last_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _named(name: ast.AST, value: ast.AST) -> Iterator[tuple[str, ast.AST]]:

@@ -399,3 +399,58 @@ def test_it_is_seen_however_a_script_sets_it(tmp_path: Path, line: str) -> None:
     (tmp_path / "train.py").write_text(f"import os\n{line}\nimport transformers\n")
     assert early_names(tmp_path / "train.py") == ["HF_HOME"]
     assert "transformers" not in modules_of(tmp_path / "train.py")
+
+
+ONLY_WHERE_IT_LACKS = [
+    'if "HF_HOME" not in os.environ:\n    os.environ["HF_HOME"] = "/big"',
+    'if not "HF_HOME" in os.environ:\n    os.environ["HF_HOME"] = "/big"',
+    'if "HF_HOME" in os.environ:\n    import a\nelse:\n    os.environ["HF_HOME"] = "/big"',
+    'if not os.environ.get("HF_HOME"):\n    os.environ["HF_HOME"] = "/big"',
+    'if os.environ.get("HF_HOME") is None:\n    os.environ["HF_HOME"] = "/big"',
+    'if os.getenv("HF_HOME", "") == "" and a.b:\n    os.environ["HF_HOME"] = "/big"',
+    'if (os.getenv("HF_HOME") or os.environ.get("A")) is None:\n    os.environ["HF_HOME"] = "/big"',
+    'os.environ["HF_HOME"] = os.environ.get("HF_HOME", "/big")',
+    'os.environ["HF_HOME"] = os.environ.get("HF_HOME", default="/big")',
+    'os.environ["HF_HOME"] = os.getenv("HF_HOME") or "/big"',
+    'os.environ.update(HF_HOME=os.environ["HF_HOME"] if "HF_HOME" in os.environ else "/big")',
+]
+
+
+@pytest.mark.parametrize("line", ONLY_WHERE_IT_LACKS)
+def test_what_a_script_sets_only_where_it_lacks_is_no_news_where_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    """It changes nothing then: a line would be false, and its advice has been followed already."""
+    (tmp_path / "train.py").write_text(f"import os\n{line}\nimport transformers\n")
+    found = []
+    for value in (None, "/mine"):
+        monkeypatch.delenv("HF_HOME", raising=False)
+        if value is not None:
+            monkeypatch.setenv("HF_HOME", value)
+        found.append((early_names(tmp_path / "train.py"), "transformers" in modules_of(tmp_path / "train.py")))
+    assert found == [(["HF_HOME"], False), ([], True)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if os.environ.get("HF_HOME") != "/big":\n    os.environ["HF_HOME"] = "/big"',
+        'if "HF_HOME" in os.environ:\n    os.environ["HF_HOME"] = "/big"',
+        'if a.b("HF_HOME") not in os.environ:\n    os.environ["HF_HOME"] = "/big"',
+        'if "HF_HOME" not in a.environs:\n    os.environ["HF_HOME"] = "/big"',
+        'if os.environ.get("HF_HOME").startswith("a") or 1 < 2:\n    os.environ["HF_HOME"] = "/big"',
+        'os.environ["HF_HOME"] = os.environ["HF_HOME"] + "/more"',
+        'os.environ["HF_HOME"] = os.environ["HF_ENDPOINT"]',
+        'os.environ.pop("HF_HOME")\nif "HF_HOME" not in os.environ:\n    os.environ["HF_HOME"] = "/big"',
+        'del os.environ["HF_HOME"]\nos.environ.setdefault("HF_HOME", "/big")',
+        'os.environ["HF_HUB_OFFLINE"] = "1"\nif os.getenv("HF_HUB_OFFLINE") == "1":\n    os.environ["HF_HOME"] = "8"',
+        'load_dotenv()\nif os.getenv("HF_ENDPOINT"):\n    os.environ["HF_HOME"] = "/big"',
+    ],
+)
+def test_what_may_change_it_is_news_where_it_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """Whatever its text does not show for certain."""
+    monkeypatch.setenv("HF_HOME", "/mine")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    (tmp_path / "train.py").write_text(f"import os\n{line}\nimport transformers\n")
+    assert "HF_HOME" in early_names(tmp_path / "train.py")
