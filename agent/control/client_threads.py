@@ -8,14 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
-from ..decisions.contact import AWAY_AFTER_SECONDS, is_stranger
+from ..decisions.contact import AWAY_AFTER_SECONDS, NEWER_CALLS, is_stranger
 from .connection import RETRIED
 
 __all__ = [
@@ -34,6 +34,8 @@ __all__ = [
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.05, 1.0
 # A loop that fails so many times, each time within so many seconds, will never do its work.
 _MOST_FAILURES = 5
+# A call that came after protocol 2 is unknown so many times while the master is heard in between: it is an older one.
+_MOST_UNKNOWN = 5
 _SOON_SECONDS = 30.0
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,8 @@ class WaitingCall:
     tried: bool = False
     # Of what is held of a step no master has heard before.
     is_first: bool = False
+    # When the master was last heard, at each answer that this call is unknown.
+    unknown_at: set[float] = field(default_factory=set)
 
 
 class Outbox(deque[WaitingCall]):
@@ -172,15 +176,25 @@ class Hearing:
         self.contact = (up and not (away or known), known)
         return before != self.contact
 
-    def is_silence(self, code: grpc.StatusCode, detail: str, method: str = "") -> bool:
+    def is_silence(self, code: grpc.StatusCode, detail: str, waiting: WaitingCall | None = None) -> bool:
         """Whether a status says nothing about the call: nobody has answered, or another program where our master was.
 
-        That one may have taken its port while it is away, or a proxy answers for it. Remarks alone are unknown to a
-        master of ours: to an older one.
+        That one may have taken its port while it is away, or a proxy answers for it. Only newer calls are unknown to
+        a master of ours, to an older one, which is heard all the while. A remark is not worth the tries.
+
+        Args:
+            code, detail: The answer.
+            waiting: The call; None: one that each master of ours knows.
         """
-        if code is grpc.StatusCode.UNIMPLEMENTED and method != "ReportRemark":
-            return self.heard_at is not None and is_stranger(detail)
-        return code in RETRIED
+        method = waiting.method if waiting is not None else ""
+        if code is not grpc.StatusCode.UNIMPLEMENTED or method == "ReportRemark":
+            return code in RETRIED
+        if self.heard_at is None or not is_stranger(detail):
+            return False
+        if waiting is not None and method in NEWER_CALLS:
+            waiting.unknown_at.add(self.heard_at)
+            return len(waiting.unknown_at) < _MOST_UNKNOWN
+        return True
 
 
 class Backoff:

@@ -317,7 +317,7 @@ class MasterClient:
         code, detail = code_of(error), detail_of(error)
         too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and waiting.request.ByteSize() > MESSAGE_BYTES
         refused = self._is_refusal(code)
-        silent = self._hearing.is_silence(code, detail, waiting.method)
+        silent = self._hearing.is_silence(code, detail, waiting)
         if not too_large and (refused or silent or self._is_one_alone(link, code)):
             logger.info("%s: %s: %s; it is repeated", waiting.method, code.name, detail)
             if waiting.method == "Register" and code is grpc.StatusCode.ABORTED:

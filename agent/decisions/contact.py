@@ -12,6 +12,8 @@ from .state import AgentState, MasterContact, Workers
 
 # Seconds without an answer after which the master counts as away.
 AWAY_AFTER_SECONDS = 3.0
+# Calls that came after protocol 2: a master of ours that is older than this agent does not know them.
+NEWER_CALLS = frozenset({"ReportRemark", "ReportHeld", "ReportDurable", "ReportShortage"})
 
 
 def changed(decision: Decision, event: ev.LinkChanged) -> None:
@@ -38,7 +40,7 @@ def changed(decision: Decision, event: ev.LinkChanged) -> None:
 def is_stranger(detail: str) -> bool:
     """Whether a call that is not implemented was answered by another program's server: each library has its words.
 
-    A master of ours knows the call, and says which protocols do not fit.
+    A master of ours knows the call, or it is one of `NEWER_CALLS`, and says which protocols do not fit.
     """
     return "speaks protocol" not in detail
 
@@ -144,7 +146,7 @@ def call_failed(decision: Decision, event: ev.CallFailed) -> None:
         decision.become_fenced(event.detail)
     elif event.code == "FAILED_PRECONDITION" and event.method == "ReportDrained":
         decision.state.epoch.refused = True
-    elif event.code == "PERMISSION_DENIED" or (event.code == "UNIMPLEMENTED" and event.method != "ReportRemark"):
+    elif event.code == "PERMISSION_DENIED" or (event.code == "UNIMPLEMENTED" and event.method not in NEWER_CALLS):
         decision.kill_workers()
         decision.exit(ev.EXIT_USAGE, event.detail)
     elif event.method == "ReportHeld":

@@ -606,6 +606,17 @@ def test_another_program_where_the_master_was_is_silence(master: Master, agent: 
     assert set(agent.told()) <= {"link", "directed"}
 
 
+def test_a_call_that_an_older_master_lacks_holds_up_no_other(master: Master, agent: Agent) -> None:
+    """It is heard all the while: commits, joins and leaves waited behind it for ever, and no line said why."""
+    agent.register()
+    agent.expect("directed")
+    agent.client.call("ReportShortage", pb.ShortageRequest())
+    agent.client.call("CommitCheckpoint", pb.CommitRequest())
+    assert agent.client.flush(20)
+    assert len(master.servicer.of("CommitCheckpoint")) == 1
+    assert agent.expect("failed")[:2] == ("ReportShortage", "UNIMPLEMENTED")
+
+
 def test_closing_is_prompt_without_a_master() -> None:
     """Nothing waits for a master that is not there."""
     agent = Agent("127.0.0.1:9")

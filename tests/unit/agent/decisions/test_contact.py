@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
 import pytest
 
-from dalsegno.agent.control.client_threads import Hearing
+from dalsegno.agent.control.client_threads import Hearing, WaitingCall
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions.contact import AWAY_AFTER_SECONDS
 from dalsegno.agent.decisions.state import Workers
+from dalsegno.protos import control_pb2
 
 from .test_decisions import DRAINED, Agent
 
@@ -137,6 +139,24 @@ def test_silence_is_no_refusal() -> None:
     assert not hearing.unheard(100.0 + AWAY_AFTER_SECONDS, None, refused=False)
     assert hearing.unheard(100.1 + AWAY_AFTER_SECONDS, None, refused=False)
     assert hearing.contact == (False, False)
+
+
+@pytest.mark.parametrize(("method", "lacks"), [("ReportHeld", True), ("CommitCheckpoint", False)])
+def test_a_call_is_unknown_to_an_older_master_that_is_heard_beside_it(method: str, lacks: bool) -> None:
+    """While another program's server alone is there, or a proxy knows one route less, no call is lost."""
+    hearing = Hearing()
+    hearing.heard(0.0)
+
+    def silent(call: WaitingCall) -> bool:
+        return hearing.is_silence(grpc.StatusCode.UNIMPLEMENTED, "Method not found!", call)
+
+    call = WaitingCall(method, control_pb2.HeldRequest(), 1)
+    assert all(silent(call) for _ in range(100))
+    for seconds in range(1, 100):
+        hearing.heard(float(seconds))
+        silent(call)
+    assert silent(call) is not lacks
+    assert silent(WaitingCall(method, control_pb2.HeldRequest(), 1)), "the next one is tried as often"
 
 
 def test_a_master_that_cannot_record_gives_no_orders() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions.quotes import QUOTES, QUOTES_SECONDS
 from dalsegno.protos import control_pb2
@@ -65,11 +67,12 @@ def test_it_is_told_within_measure() -> None:
     assert len(texts(agent)) == 2 * QUOTES
 
 
-def test_an_older_master_does_not_know_the_call() -> None:
-    """The line was said; nothing else depends on it."""
+@pytest.mark.parametrize("method", ["ReportRemark", "ReportHeld", "ReportDurable", "ReportShortage"])
+def test_an_older_master_does_not_know_the_call(method: str) -> None:
+    """Training goes on without what it is for; the line of a remark was said here."""
     agent = Agent().registered().running()
-    assert agent.hear(ev.CallFailed("ReportRemark", "UNIMPLEMENTED", "Method not found!")) == []
-    agent.hear(ev.CallFailed("ReportRemark", "NOT_FOUND", "declared dead"))
+    assert agent.hear(ev.CallFailed(method, "UNIMPLEMENTED", "Method not found!")) == []
+    agent.hear(ev.CallFailed(method, "NOT_FOUND", "declared dead"))
     assert agent.state.fenced
 
 
