@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import shutil
 import threading
@@ -127,6 +128,8 @@ class RoomWatch:
         self._directory: Path | None = None
         self._head: control_pb2.Checkpoint | None = None
         self._closed = self._refused = False
+        # Whether there were spares at the last look; and when, monotonic, one last found that they are gone.
+        self._had_spares, self._given_back_at = False, -math.inf
 
     def committed(self, directory: Path, head: control_pb2.Checkpoint) -> None:
         """The newest commit of the run, which is in this directory; told as often as one likes."""
@@ -185,10 +188,16 @@ class RoomWatch:
                     self._refused = False
             try:
                 missing = self._missing(directory, head, at_commit)
-                if (missing or refused) and spare_bytes(directory):
+                spares = bool(spare_bytes(directory))
+                if self._had_spares and not spares:
+                    self._given_back_at = time.monotonic()
+                if (missing or refused) and spares:
                     clear_spares(directory)
-                    missing, refused = self._missing(directory, head, at_commit), False
-                if refused:
+                    missing, spares = self._missing(directory, head, at_commit), False
+                    self._given_back_at = time.monotonic()
+                self._had_spares = spares
+                # By the ranks, before each of them tells that their save failed; or here, for the first of these.
+                if refused and time.monotonic() - self._given_back_at >= LOOK_EVERY_SECONDS:
                     # A little less than it takes, as sizes differ: for one that is to come one goes.
                     missing = max(missing, int(head.bytes * (1 - SPARE_SHARE)))
             except Exception as error:  # whatever it is, the next look may tell

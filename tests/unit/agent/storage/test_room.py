@@ -206,6 +206,28 @@ def test_spare_files_go_before_a_checkpoint(
     assert told.get(timeout=5)
 
 
+def test_spare_files_that_ranks_have_given_back_go_before_a_checkpoint(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They did so before each of them told that their save failed. The next save that fails had none any more."""
+    monkeypatch.setattr(room, "LOOK_EVERY_SECONDS", 100.0)
+    spares, told = [GIB], list[int]()
+    monkeypatch.setattr(room, "spare_bytes", lambda directory: sum(spares))
+    one = room.RoomWatch(1, threading.Lock(), told.append)
+    one._look(tmp_path, head("a"), at_commit=False, refused=False)
+    spares.clear()
+    for refused in (False, True, True):
+        one._look(tmp_path, head("a"), at_commit=False, refused=refused)
+    assert told == []
+    disk.free = 0
+    one._look(tmp_path, head("a"), at_commit=False, refused=True)
+    assert told.pop() > GIB, "the disk is full all the same"
+    disk.free = 10 * GIB
+    monkeypatch.setattr(room, "LOOK_EVERY_SECONDS", 0.0)
+    one._look(tmp_path, head("a"), at_commit=False, refused=True)
+    assert told == [int(GIB * 0.95)]
+
+
 @pytest.mark.slow
 def test_a_file_system_without_a_limit(
     disk: Disk, watch: tuple[room.RoomWatch, Told, threading.Lock], tmp_path: Path
