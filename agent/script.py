@@ -414,14 +414,27 @@ def modules_of(script: Path | str | None) -> tuple[str, ...]:
 
 def early_names(script: Path | str | None) -> list[str]:
     """The variables that the script sets before it imports what reads them: that is left out of `modules_of`."""
-    return _ahead_of(script)[1]
+    return [*_ahead_of(script)[1]]
+
+
+# What came of the script that was asked for last, by all that it depends on. An agent asks three times as it starts.
+_ahead: dict[object, tuple[tuple[str, ...], list[str]]] = {}
 
 
 def _ahead_of(script: Path | str | None) -> tuple[tuple[str, ...], list[str]]:
+    looks = tuple((file, _look(file)) for file in _own_files(script))
+    theirs = frozenset(tops_in(own_places(first_path(script)), (*ALWAYS, *_HEAVY)))
+    depends = script, looks, theirs, frozenset(os.environ.items())
+    if (found := _ahead.get(depends)) is None:
+        _ahead.clear()
+        found = _ahead[depends] = _read_ahead(script, theirs)
+    return found
+
+
+def _read_ahead(script: Path | str | None, theirs: frozenset[str]) -> tuple[tuple[str, ...], list[str]]:
     if isinstance(script, Path) and _is_plain(script):
         return (), []
     named = _named_by(script)
-    theirs = tops_in(own_places(first_path(script)), (*ALWAYS, *_HEAVY))
     wanted = [
         module
         for module in _HEAVY

@@ -6,10 +6,12 @@ import importlib.util
 import os
 import sys
 import zipapp
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from dalsegno.agent import script
 from dalsegno.agent.script import (
     Script,
     ScriptError,
@@ -22,6 +24,7 @@ from dalsegno.agent.script import (
     modules_of,
     reads,
 )
+from dalsegno.agent.set_variables import early_variables
 from dalsegno.protos.contract import Variable
 
 
@@ -454,3 +457,35 @@ def test_what_may_change_it_is_news_where_it_is_set(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
     (tmp_path / "train.py").write_text(f"import os\n{line}\nimport transformers\n")
     assert "HF_HOME" in early_names(tmp_path / "train.py")
+
+
+def test_an_agent_looks_through_a_scripts_text_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks three times as it starts, and a large text takes half a second. What has changed is looked at anew."""
+    monkeypatch.delenv("HF_HOME", raising=False)
+    (tmp_path / "train.py").write_text("import transformers\nimport mine\n")
+    (tmp_path / "mine.py").write_text("")
+    own = tmp_path / "transformers.py"
+    looked = []
+
+    def counted(text: str, environment: Mapping[str, str]) -> set[str]:
+        looked.append(text)
+        return early_variables(text, environment)
+
+    def asked() -> list[str]:
+        looked.clear()
+        names = [early_names(tmp_path / "train.py") for _ in range(2)]
+        modules = modules_of(tmp_path / "train.py")
+        assert names == [names[0]] * 2
+        assert any("transformers" in name for name in modules) is not bool(names[0] or own.exists())
+        return names[0]
+
+    monkeypatch.setattr(script, "early_variables", counted)
+    assert (asked(), len(looked)) == ([], 2)
+    assert (asked(), len(looked)) == ([], 0)
+    (tmp_path / "mine.py").write_text('import os\nos.environ["HF_HOME"] = "/big"\n')
+    (tmp_path / "train.py").write_text("import mine\nimport transformers\n")
+    assert (asked(), len(looked)) == (["HF_HOME"], 2)
+    monkeypatch.setenv("HF_HOME", "/big")
+    assert (asked(), len(looked)) == ([], 2)
+    own.write_text("")
+    assert asked() == []
