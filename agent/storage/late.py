@@ -57,11 +57,12 @@ def take_late(
     """
     deadline = time.monotonic() + seconds
     for pause in (*_PAUSES_SECONDS, None):
+        last = pause is None or time.monotonic() + pause > deadline
         try:
-            adopter = _adopter(run_dir, world, origin, deliver, pattern, best, since)
+            adopter = _adopter(run_dir, world, origin, deliver, pattern, best, since, last=last)
             break
         except OSError as error:
-            if pause is None or time.monotonic() + pause > deadline:
+            if pause is None or last:
                 why = printable(error.strerror or str(error))
                 deliver(
                     ev.Remark(
@@ -87,8 +88,12 @@ def _adopter(
     pattern: str,
     best: BestRule | None,
     since: int,
+    *,
+    last: bool,
 ) -> Adopter | None:
     """Looks where the first node has left off; None: the script had no directory in that epoch.
+
+    With the `last` try a checkpoint that cannot be read does not count, as a damaged one.
 
     Raises:
         OSError: the file system says no.
@@ -96,16 +101,17 @@ def _adopter(
     root = save_directory(run_dir, world.epoch)
     if not is_directory(root):
         return None
-    sealed = _newest_sealed(run_dir, world.epoch)
+    sealed = _newest_sealed(run_dir, world.epoch, last)
     step = world.resume.source.step if world.HasField("resume") else 0
-    last = sealed
-    if last is None and world.HasField("resume") and not world.resume.source.in_memory:
-        last = _read(run_dir / world.resume.source.ref.name)
+    newest = sealed
+    if newest is None and world.HasField("resume") and not world.resume.source.in_memory:
+        newest = _read(run_dir / world.resume.source.ref.name, last)
     before = None
-    if last is not None and last.saved_as is not None:
+    if newest is not None and newest.saved_as is not None:
         # Copies of what was sealed in this epoch have the times of its files.
         earlier = 0 if sealed is not None else put_back(root)
-        before = Before(run_dir / last.name, _unchanged(root, run_dir / last.name, last, earlier), last.saved_as)
+        files = _unchanged(root, run_dir / newest.name, newest, earlier)
+        before = Before(run_dir / newest.name, files, newest.saved_as)
     numbers = dict(sealed.saved_as.numbers) if sealed is not None and sealed.saved_as is not None else {}
     latest = None if sealed is None else _latest(run_dir, sealed)
     step = max(step, sealed.step) if sealed is not None else step
@@ -123,16 +129,19 @@ def _now(root: Path) -> int:
         return 0
 
 
-def _newest_sealed(run_dir: Path, epoch: int) -> Manifest | None:
+def _newest_sealed(run_dir: Path, epoch: int, last: bool) -> Manifest | None:
     names = [CheckpointName.parse(name) for name in os.listdir(run_dir) if is_checkpoint_name(name)]
     mine = sorted((one for one in names if one.epoch == epoch and one.lease is None), key=lambda one: one.age)
-    return next((found for one in reversed(mine) if (found := _read(run_dir / str(one))) is not None), None)
+    return next((found for one in reversed(mine) if (found := _read(run_dir / str(one), last)) is not None), None)
 
 
-def _read(directory: Path) -> Manifest | None:
+def _read(directory: Path, last: bool) -> Manifest | None:
+    """None: it is gone or damaged; or cannot be read at the last try."""
     try:
         return Manifest.read(directory)
     except (CheckpointDamaged, OSError) as error:
+        if isinstance(error, OSError) and not last:
+            raise
         logger.debug("%s does not count: %s", directory.name, error)
         return None
 

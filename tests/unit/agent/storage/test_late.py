@@ -23,6 +23,7 @@ from dalsegno.elastic.checkpoint import Tracked, inventory
 from dalsegno.protos import control_pb2
 
 from .test_adoption import ORIGIN, ZERO_1, begun, sealed_step, states, world, written_before
+from .test_best_save import StaleManifests
 from .test_storage import make_checkpoint
 
 JOIN_TIMEOUT = 60.0
@@ -292,6 +293,19 @@ def test_one_failure_does_not_cost_the_last_save(
     fails(monkeypatch, module, name, number)
     assert len(take(tmp_path, world(1))) == said
     assert steps(tmp_path) == [20]
+
+
+@pytest.mark.parametrize(("times", "names"), [(1, ["step-20.e1.1"]), (1000, ["step-20.e1.1", "step-20.e1.2"])])
+def test_one_stale_manifest_does_not_have_a_save_taken_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, names: list[str]
+) -> None:
+    """It is read again. One that stays unreadable is none, as a damaged one, and the run goes on from another copy."""
+    monkeypatch.setattr(late, "_PAUSES_SECONDS", (0.05, 0.05))
+    states(tmp_path / "e1" / "global_step20", *ZERO_1)
+    first_node_took(tmp_path, monkeypatch, world(1), 20)
+    monkeypatch.setattr(late, "Manifest", StaleManifests(range(times)))
+    assert take(tmp_path, world(1)) == []
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == names
 
 
 def test_what_nobody_can_look_at_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
