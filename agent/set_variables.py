@@ -39,7 +39,9 @@ def early_variables(text: str, environment: Mapping[str, str]) -> set[str]:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set()
-    found, imported, known = set[str](), set[str](), dict[str, object](environment)
+    found, imported = set[str](), set[str]()
+    # Others may have another value in a worker: RANK, if whoever started the agent has set it.
+    known: dict[str, object] = {name: value for name, value in environment.items() if name.startswith(_OF_HUB)}
     for node in _at_top(body, known):
         imported |= _imports(node)
         if imported & _HUBS:

@@ -59,8 +59,8 @@ logger = logging.getLogger(__name__)
 _HOSTS = "; with --rdzv-backend=c10d the node with that address hosts one"
 # A shell may have it for another job. `_connect` says why it decides.
 _BY_TOKEN = (
-    f"; with {Variable.TOKEN} it is taken for a master that is a service: unset that, and the node with that address"
-    " hosts one"
+    f"; with {Variable.TOKEN} it is taken for a master that is a service: if there is to be none, unset that, and the"
+    " node with that address hosts one"
 )
 # For who runs in a pod of DLRover's operator, which names DLRover's own master there. What to do holds only where that
 # answers: a silent one may be ours, and late, and the job would get a second one.

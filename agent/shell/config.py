@@ -14,8 +14,8 @@ __all__ = ["AgentConfig", "differences"]
 
 # Where all nodes have only gone for a moment, the first one that comes again is not to decide for the others.
 _CHANGED_BY = (
-    "; to change them, stop the job (dalsegno stop; where its master is a service then dalsegno start) and start its"
-    " nodes anew"
+    "; to change them (but what its master was given itself), stop the job (dalsegno stop; where its master is a"
+    " service then dalsegno start) and start its nodes anew"
 )
 
 

@@ -468,7 +468,7 @@ class ElasticAgent(LocalElasticAgent):
         return {
             Variable.SOCKET: str(self._link.path),
             Variable.NOTICES: ",".join(number.name for number in self._watch.signals),
-            Variable.DRAIN_TIMEOUT: f"{self._config.settings.drain_timeout:g}",  # it leaves by its own flag
+            Variable.DRAIN_TIMEOUT: f"{min(one.settings.drain_timeout for one in (self._config, self._effects)):g}",
             **self._lifeline.environment(),
             **self._beside.variables,
             **(self._effects.node_variables(os.environ) | self._hub.variables(epoch)),

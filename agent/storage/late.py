@@ -62,7 +62,7 @@ def take_late(
             adopter = _adopter(run_dir, world, origin, deliver, pattern, best, since, last=last)
             break
         except OSError as error:
-            if pause is None or last:
+            if pause is None or last or time.monotonic() > deadline:
                 why = printable(error.strerror or str(error))
                 deliver(
                     ev.Remark(

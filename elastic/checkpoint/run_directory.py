@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -189,13 +189,14 @@ class CheckpointStore:
                     return Manifest.read(self.run_dir / str(name)).ref
         return None
 
-    def hold(self, last: Ref | None) -> None:
+    def hold(self, known: Collection[Ref]) -> None:
         """Before a checkpoint is begun: the lock is that of the directory here.
 
         It is taken anew where the directory or the lock file was deleted, unless another training has been here since.
 
         Args:
-            last: The newest checkpoint that this process has sealed; before the first one: see `begun_with`.
+            known: The newest checkpoint that this process has sealed. Before the first one: its resume point, and what
+                `begun_with` says.
 
         Raises:
             OSError: It is not, so nothing may be written here.
@@ -203,17 +204,17 @@ class CheckpointStore:
         if self._lock is None or self._lock.is_there:
             return
         try:
-            self._lock.renew(lambda: self._has_nothing_newer(last))
+            self._lock.renew(lambda: self._has_nothing_newer(known))
         except DirectoryInUse as error:
             raise _lost("another training is at work", self.run_dir) from error
         except OSError as error:
             raise _lost(error.strerror or str(error), self.run_dir) from error
 
-    def _has_nothing_newer(self, last: Ref | None) -> bool:
-        """Whether nothing is sealed here, or that is the newest. Whoever begins here later has no lower epoch."""
+    def _has_nothing_newer(self, known: Collection[Ref]) -> bool:
+        """Whether nothing is sealed here, or one of those is the newest. Whoever begins here later has no lower epoch."""
         seen = inspect(self.run_dir, check_sizes=False)
         newest = [manifest.ref for manifest in seen.sealed if manifest.form == SHARDED][-1:]
-        return newest in ([], [last]) and not any(one.unreadable for one in seen.unsealed)
+        return all(one in known for one in newest) and not any(one.unreadable for one in seen.unsealed)
 
     def path(self, name: str) -> Path:
         """Where the checkpoint called ``name`` lies or will lie.

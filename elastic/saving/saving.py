@@ -86,7 +86,7 @@ class Saver:
         self._outcomes = Outcomes(identity, collective, link, store, best, candidate, in_memory)
         self.bests, self.saved = self._outcomes.bests, self._outcomes.saved
         self.apart = False
-        self._answers, self.disk = Answers(collective), Disk(store, identity)
+        self._answers, self.disk = Answers(collective), Disk(store, identity, resumed_from)
         self._memory = None if identity.memory_dir is None else Memory(CheckpointStore(identity.memory_dir), identity)
         self._noted_empty = False
         self._buffers = HostBuffers()

@@ -40,6 +40,7 @@ class Disk:
     Args:
         store: Of the run.
         identity: Who saves.
+        resumed_from: The checkpoint that it began with.
 
     Attributes:
         in_memory: It is not this, but `Memory`.
@@ -48,10 +49,10 @@ class Disk:
 
     in_memory = False
 
-    def __init__(self, store: CheckpointStore, identity: Identity) -> None:
+    def __init__(self, store: CheckpointStore, identity: Identity, resumed_from: Ref | None = None) -> None:
         self.store, self.identity = store, identity
-        # Not the resume point: a newer one may be damaged.
-        self._last = store.begun_with()
+        # A newer one than the resume point may be damaged, and be deleted before anything is saved.
+        self._known = [ref for ref in (store.begun_with(), resumed_from) if ref is not None]
         self.leads = identity.rank == 0
         self._mount = mount_point(store.run_dir) if self.leads else None
 
@@ -72,7 +73,7 @@ class Disk:
         place = self.store.run_dir
         if not place.exists() and is_away(self._mount, place):
             raise OSError(errno.ESTALE, "the volume that the run began on is not mounted here any more", str(place))
-        self.store.hold(self._last)
+        self.store.hold(self._known)
         place.mkdir(parents=True, exist_ok=True)
 
     def create(self, name: str) -> None:
@@ -119,7 +120,7 @@ class Disk:
         """
         self.store.check_held()
         seal(self.store.path(manifest.name), manifest)
-        self._last = manifest.ref
+        self._known = [manifest.ref]
 
     def remove(self, name: str) -> Iterable[OSError]:
         """Deletes what a save has left that failed. On those that lead. What the file system would not do is said."""

@@ -448,6 +448,7 @@ def test_what_a_script_sets_only_where_it_lacks_is_no_news_where_it_is_set(
         'del os.environ["HF_HOME"]\nos.environ.setdefault("HF_HOME", "/big")',
         'os.environ["HF_HUB_OFFLINE"] = "1"\nif os.getenv("HF_HUB_OFFLINE") == "1":\n    os.environ["HF_HOME"] = "8"',
         'load_dotenv()\nif os.getenv("HF_ENDPOINT"):\n    os.environ["HF_HOME"] = "/big"',
+        'if os.environ.get("RANK") == "0":\n    os.environ["HF_HOME"] = "/big"',
     ],
 )
 def test_what_may_change_it_is_news_where_it_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:

@@ -106,8 +106,8 @@ def test_a_token_in_the_environment_keeps_a_node_from_hosting_the_master(
     options = parse(["--job-id=job", *flags, "train.py"], {})
     script, directory = Script(sys.executable, ("-u", "train.py")), SimpleNamespace(root=tmp_path)
     config = launch._agent_config(options, 1, directory, tmp_path, script, token)  # type: ignore[arg-type]
-    told = "; with DALSEGNO_TOKEN it is taken for a master that is a service: unset that, and the node with that"
-    assert config.hint == (f"{told} address hosts one" if hinted else "")
+    told = "; with DALSEGNO_TOKEN it is taken for a master that is a service: if there is to be none, unset that, and"
+    assert config.hint == (f"{told} the node with that address hosts one" if hinted else "")
 
 
 @pytest.mark.parametrize(

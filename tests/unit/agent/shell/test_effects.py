@@ -24,8 +24,8 @@ from dalsegno.protos import control_pb2
 from tests.support.checkpoints.memory import RUN, manifest_of, nodes
 
 CHANGED_BY = (
-    "; to change them, stop the job (dalsegno stop; where its master is a service then dalsegno start) and start its"
-    " nodes anew"
+    "; to change them (but what its master was given itself), stop the job (dalsegno stop; where its master is a"
+    " service then dalsegno start) and start its nodes anew"
 )
 
 pytestmark = pytest.mark.timeout(60)

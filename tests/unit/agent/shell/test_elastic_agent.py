@@ -63,21 +63,22 @@ def test_ranks_keep_memory_checkpoints_where_the_job_does(replicas: int, given: 
     assert agent._memory_directory("run-0001") == told
 
 
-def test_ranks_are_told_what_their_own_node_has_to_leave_in() -> None:
-    """On a signal a node leaves by its own flag, whatever the job's other nodes have."""
+@pytest.mark.parametrize(("own_flag", "of_job"), [(30, 60), (60, 30)])
+def test_ranks_are_told_what_their_own_node_has_to_leave_in(own_flag: float, of_job: float) -> None:
+    """On a signal a node leaves by its own flag, on an order by the job's: ranks are not told which it will be."""
     agent = object.__new__(ElasticAgent)
     for name in ("_effects", "_link", "_watch", "_lifeline", "_beside", "_hub"):
         setattr(agent, name, MagicMock())
     for own in (agent._effects.node_variables, agent._hub.variables, agent._lifeline.environment):
         own.return_value = {}  # type: ignore[attr-defined]
     agent._beside.variables, agent._watch.signals = {}, ()  # type: ignore[misc]
-    agent._effects.settings = control_pb2.Settings(drain_timeout=30)
-    settings = control_pb2.Settings(drain_timeout=60)
+    agent._effects.settings = control_pb2.Settings(drain_timeout=of_job)
+    settings = control_pb2.Settings(drain_timeout=own_flag)
     agent._config = AgentConfig("job", 1, settings, Path("checkpoints"), Path("logs"))
     world = control_pb2.World(epoch=1, run_id="run-0001")
     place = WorldPlace(group_rank=0, first_rank=0, nproc=1, nodes=1, world_size=1, node="node")
     (of_world,) = worker_environment(world, place, agent._effects.settings, 1, "job", Path("runs"), "default", {})
-    assert (of_world | agent._node_environment(1))["DALSEGNO_DRAIN_TIMEOUT"] == "60"
+    assert (of_world | agent._node_environment(1))["DALSEGNO_DRAIN_TIMEOUT"] == "30"
 
 
 def test_an_exit_is_told_whatever_becomes_of_what_was_saved_last() -> None:

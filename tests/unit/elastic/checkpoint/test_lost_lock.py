@@ -114,12 +114,13 @@ def test_a_lock_file_that_was_deleted_is_made_again(training: Session, run: Path
     assert [one.name for one in CheckpointStore(run).sealed()] == ["step-3.e0.1", "step-9.e1.1"]
 
 
+@pytest.mark.parametrize("deleted", [False, True])
 @pytest.mark.parametrize(
     ("damaged", "content", "verify"),
     [("model.pt", b"MODEL", True), ("model.pt", b"m", False), ("MANIFEST.json", b"{}", True)],
 )
 def test_a_lock_file_is_made_again_where_the_newest_checkpoint_is_damaged(
-    run: Path, damaged: str, content: bytes, verify: bool
+    run: Path, damaged: str, content: bytes, verify: bool, deleted: bool
 ) -> None:
     """The run goes on from the one before, and the newest is known from its beginning."""
     with session(run, keep=0) as s:
@@ -127,6 +128,8 @@ def test_a_lock_file_is_made_again_where_the_newest_checkpoint_is_damaged(
     (run / "step-2.e0.1" / damaged).write_bytes(content)
     with session(run, keep=0, verify=verify) as s:
         assert s.step == 1
+        if deleted:  # as the line about it may have people do
+            shutil.rmtree(run / "step-2.e0.1")
         os.unlink(run / ".lock")
         assert step(s).name == "step-2.e1.1"
         # From here on that is the newest one.

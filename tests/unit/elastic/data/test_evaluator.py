@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -437,8 +438,9 @@ class Items(dict[str, Any]):
 def test_a_dictionary_that_fails_for_a_name_that_it_lacks(more: dict[str, Any]) -> None:
     """It has no ``to`` of its own, also where an item is called so."""
     moved = to_device(Items(x=torch.ones(1), **more), torch.device("meta"))
-    assert type(moved) is Items
-    assert moved.x.is_meta
+    # Python 3.10 asks the object itself how it is copied, so a plain dictionary comes back.
+    assert type(moved) is (Items if sys.version_info >= (3, 11) else dict)
+    assert moved["x"].is_meta
 
 
 def test_data_that_move_themselves_in_place() -> None:
