@@ -363,8 +363,6 @@ def commit(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer
         if made.epoch == job.epoch:
             return "FAILED_PRECONDITION", f"{node.name} is no member of epoch {made.epoch}: it has nothing to commit"
         return "FAILED_PRECONDITION", f"epoch {made.epoch} is closed; {made.ref.name} is not part of the run"
-    if made.epoch == turn.live.held.spoilt:
-        return "FAILED_PRECONDITION", f"{made.ref.name} may have begun from damaged memory"
     refused = checkpoints.record_commit(turn, made, node.name)
     if refused:
         return "FAILED_PRECONDITION", refused

@@ -107,6 +107,8 @@ def record_commit(turn: Turn, message: control_pb2.Checkpoint, by: str) -> str:
         return f"{message.ref.name} belongs to {message.run_id}, and this is {job.run_id}"
     if message.epoch != job.epoch:
         return f"epoch {message.epoch} is closed; {message.ref.name} is not part of the run"
+    if message.epoch == job.next.spoilt:
+        return f"{message.ref.name} may have begun from damaged memory"
     floor = job.checkpoints.last_step(job.epoch)
     if job.world is not None:
         floor = max(floor, job.world.resumed_step - bool(job.world.resume))

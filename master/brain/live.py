@@ -323,8 +323,6 @@ class Held:
     # Digest of the step with which a world was opened that had only the parts that it needs on each node; "": it had
     # all parts; None: that was another process.
     opened_with: str | None = None
-    # The epoch that may have begun from damaged memory: nothing that its ranks save counts. 0: none.
-    spoilt: int = 0
     # Incarnations of the nodes that have said all that they hold.
     told_all: dict[str, None] = field(default_factory=dict)
 

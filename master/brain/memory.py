@@ -207,7 +207,7 @@ def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Check
         return None
     if is_named(job, said) and said.epoch < job.epoch:
         return replace(from_proto(said), parts=nodes_of(job, said.epoch))
-    if world is None or said.epoch != job.epoch or world.epoch != job.epoch or turn.live.held.spoilt == job.epoch:
+    if world is None or said.epoch != job.epoch or world.epoch != job.epoch or job.next.spoilt == job.epoch:
         return None
     newest = max(world.resumed_step, job.checkpoints.last_step(job.epoch))
     if world.member(node.incarnation) is None or (said.step <= newest and not is_named(job, said)):
@@ -458,10 +458,10 @@ def doubt(turn: Turn, record: Checkpoint, node: Node, why: str) -> None:
 
 def spoil(turn: Turn) -> None:
     """The open world may have loaded damaged memory: nothing of what it has made since counts."""
-    held = turn.live.held
-    held.spoilt = turn.job.epoch
-    for digest in [digest for digest, step in held.steps.items() if step.record.epoch == held.spoilt]:
-        del held.steps[digest]
+    steps, epoch = turn.live.held.steps, turn.job.epoch
+    turn.update_next(spoilt=epoch)
+    for digest in [digest for digest, step in steps.items() if step.record.epoch == epoch]:
+        del steps[digest]
 
 
 def passed_over(turn: Turn, resume: Checkpoint | None) -> None:

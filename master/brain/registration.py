@@ -314,7 +314,7 @@ def take_up_again(turn: Turn) -> None:
         membership.drop(turn, node)
     unheard = job.world is not None
     job.opened = None
-    job.next = NextWorld(quiet=True, conversion=beside.still_owed(job))
+    job.next = NextWorld(quiet=True, conversion=beside.still_owed(job), spoilt=job.next.spoilt)
     turn.live.conversion = ConversionLife()
     if not job.recollection.listening:
         # Stopped while a lost store was being read back: what was heard so far still has to count.

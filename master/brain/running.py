@@ -423,7 +423,7 @@ def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
     job.ending, job.message = None, message
     # A stop may have come too late; then it is over as well, and must not keep out who comes next.
     job.stopping = False
-    job.next = NextWorld(conversion=beside.still_owed(job))
+    job.next = NextWorld(conversion=beside.still_owed(job), spoilt=job.next.spoilt)
     made = turn.open.top_step
     if job.world is not None:
         made = last_step(turn)

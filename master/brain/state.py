@@ -29,6 +29,7 @@ from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings, ru
 
 from .chronicle import NOTICES, EpochRecord, JobEvent
 from .entries import Checkpoint, Checkpoints, Joined, Node, Nodes
+from .next_world import Conversion, NextWorld, Verification
 from .over import Ending
 from .published import Milestone, Pruned
 from .tried import FailedShape, Shapes
@@ -221,37 +222,6 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """The universal form of `source` is wanted. `owner` holds `lease`; 0 if nobody does."""
-
-    source: str
-    lease: int = 0
-    owner: str = ""
-    # Names of nodes on which it failed although the source verifies.
-    failed: tuple[str, ...] = ()
-    # Directories of earlier leases on the same source.
-    earlier: tuple[str, ...] = ()
-    blocked: bool = False
-    reason: str = ""
-    # The open world, or the last one, has loaded `source` without it: it is owed, and the next world waits (`beside`).
-    beside: bool = False
-
-
-@dataclass(frozen=True)
-class Verification:
-    """A node could not load a checkpoint; another one verifies it before anything is concluded."""
-
-    number: int
-    digest: str
-    universal: bool
-    reporter: str
-    verifier: str = ""
-    message: str = ""
-    # Names of nodes without a verdict, once for each time that they were asked.
-    unable: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Drain:
     """Why the open world is saving and stopping."""
 
@@ -311,21 +281,6 @@ class Budget:
     # The failure that people were told of in full last. The furthest save that has counted as progress.
     told: str = ""
     saved_step: int = 0
-
-
-@dataclass(frozen=True)
-class NextWorld:
-    """What is known of the next world: made when one opens, dropped when the next opens or the job ends."""
-
-    # Why it will be another world.
-    causes: tuple[str, ...] = ()
-    # A drain for newcomers led to it.
-    grown: bool = False
-    # It comes after a start, or out of WAITING: agents that nobody has heard of may be on their way.
-    quiet: bool = False
-    # The conversion that it needs to load the resume point, and the verification that must come before.
-    conversion: Conversion | None = None
-    verification: Verification | None = None
 
 
 @dataclass(frozen=True)
@@ -393,7 +348,7 @@ class Job:
     epoch: int = 0
     opened: Opened | None = None
     drain: Drain | None = None
-    next: NextWorld = NextWorld(quiet=True)
+    next: NextWorld = field(default_factory=lambda: NextWorld(quiet=True))
     recollection: Recollection = Recollection()
     nodes: Nodes = field(default_factory=Nodes)
     arrivals: int = 0

@@ -64,7 +64,7 @@ _NAMES = {
 # Values that came after the first records of this version, as they are read there.
 _SINCE: dict[str, Any] = {
     **{"gone_back": [], "shapes": {}, "stopping": False, "save_order": None, "sequence": 0},
-    **{"milestones": [], "ending": None},
+    **{"milestones": [], "ending": None, "spoilt": 0},
 }
 # One letter for each member, so that the row of all parts is short even for a large world.
 _LETTERS = {

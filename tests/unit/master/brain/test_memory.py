@@ -11,7 +11,7 @@ import pytest
 from dalsegno.agent.commands.status import status_lines
 from dalsegno.master.brain import brain, shown
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
-from dalsegno.master.brain.events import Called
+from dalsegno.master.brain.events import Called, StreamOpened
 from dalsegno.master.brain.memory import (
     LOOK_WITHIN_SECONDS,
     LOST_AFTER_SECONDS,
@@ -1642,13 +1642,50 @@ def test_a_world_that_has_loaded_damaged_memory_begins_again() -> None:
         node.holds(wrong_too, rank, (rank - 1) % 2)
     late = job.seal(24, any_size=True)
     assert nodes[1].commit(late).code == "FAILED_PRECONDITION"
-    job.sealed.remove(late)
     joins(job, *nodes, sees=made)
     job.wait(1.2)
     assert job.phase is Phase.RUNNING
     assert nodes[1].directive.run.resume.source.ref.name == made.ref.name
     assert "other copies of it are tried" in job.notices
     assert nodes[1].commit(job.seal(25, any_size=True)).code == "OK"
+
+
+def test_another_master_knows_that_a_world_has_loaded_damaged_memory() -> None:
+    """Nodes tell it of what that world's ranks have made, in memory and on the disk: it does not count there either."""
+    job, nodes, made = began_from_memory()
+    wrong = held(job, nodes, 22)
+    late = job.seal(24, any_size=True)
+    nodes[0].bad(made.ref)
+    job.restart()
+    for node in nodes:
+        job.event(StreamOpened(node.name, node.incarnation))
+    nodes[1].holds(made, 0, 1)
+    nodes[0].holds(made, 1)
+    for rank, node in enumerate(nodes):
+        node.holds(wrong, rank, (rank - 1) % 2)
+        node.has_told_all()
+    joins(job, *nodes, sees=made)
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    assert nodes[1].directive.run.resume.source.ref.name == made.ref.name
+    assert late.ref.name not in job.notices
+
+
+def test_what_began_from_damaged_memory_does_not_count_when_the_job_is_taken_up_again() -> None:
+    """The job ends before the next world opens: whoever takes it up again finds what that world sealed."""
+    job, nodes, made = began_from_memory()
+    job.job.settings = replace(job.job.settings, wait_for_nodes=5.0)
+    job.seal(24, any_size=True)
+    nodes[0].bad(made.ref)
+    for node in nodes:
+        node.goodbye()
+    job.wait(20)
+    assert job.phase is Phase.FAILED
+    again = [newcomer(job) for _ in range(2)]
+    joins(job, *again)
+    job.wait(3)
+    assert job.phase is Phase.RUNNING
+    assert again[0].directive.run.resume.source.step == 0, "nothing else is left"
 
 
 def test_a_node_that_has_come_again_is_waited_for_until_it_has_told_what_it_holds() -> None:

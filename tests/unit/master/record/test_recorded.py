@@ -216,7 +216,7 @@ def test_every_value_of_a_job_is_stored() -> None:
     back = (GoneBack(8, 2, 9),)
     budget = Budget(1, 2, failure, ("i",), "x", 3)
     job.run = Run(2, True, 3, True, True, budget, 4, 5, 6.0, 7, back, shapes, (Milestone("r", "a", 1),))
-    job.next = NextWorld(("a",), True, True, conversion, job_at("verifying").verification)
+    job.next = NextWorld(("a",), True, True, conversion, job_at("verifying").verification, 7)
     job.recollection = Recollection(True, 3, 2)
     for inside in (job.run, job.run.budget, shapes, job.next, job.recollection):
         plain = type(inside)()
