@@ -15,10 +15,12 @@ from .membership import in_rank_order
 from .state import Checkpoint, Conversion, Job, MemberState, Node, Phase, World
 from .turn import Turn, names
 
-__all__ = ("holds", "holds_growth", "is_over", "owe", "still_owed", "tend")
+__all__ = ("UNWRITTEN", "holds", "holds_growth", "is_over", "owe", "still_owed", "tend")
 
 # They are waited for so long until a line says so, and then each time that the wait has doubled (seconds).
 SAID_AFTER_SECONDS = 5.0
+# Why what is in memory alone cannot be converted.
+UNWRITTEN = "nobody could write it to the disk"
 
 
 def owe(turn: Turn, world: World, resume: Checkpoint | None) -> None:
@@ -83,7 +85,7 @@ def bring_to_disk(turn: Turn, held: Conversion, source: Checkpoint) -> None:
     elif not begins(turn):
         durable.want_durable(turn, source)
         if not held.blocked and durable.cannot_write(turn, source):
-            conversion.block(turn, conversion.change(turn, held, reason="nobody could write it to the disk"))
+            conversion.block(turn, conversion.change(turn, held, reason=UNWRITTEN))
 
 
 def begins(turn: Turn) -> bool:

@@ -47,6 +47,8 @@ QUIET_TIMES = 20.0
 LEAST_QUIET_SECONDS = 20.0
 # Least seconds between two reports of what WAITING lacks, because with many nodes that changes all the time.
 MISSING_EVERY_SECONDS = 1.0
+# The gate waits for this.
+ON_THE_DISK = "durable"
 
 
 def forming(turn: Turn) -> bool:
@@ -281,7 +283,7 @@ def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> b
         return True
     if resume.parts:
         durable.want_durable(turn, resume)
-        waits.say(turn, "durable", f"waiting for {resume.name} to be written from memory to the disk")
+        waits.say(turn, ON_THE_DISK, f"waiting for {resume.name} to be written from memory to the disk")
     else:
         conversion.tend(turn, resume)
         say_conversion(turn, resume)
@@ -304,15 +306,22 @@ def old_shape(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[
 
 
 def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
-    """The world of the old shape, if nobody can convert. Further growth is held for a doubling time."""
+    """The world of the old shape, if nobody can convert, or write to the disk what is to be converted.
+
+    Further growth is held for a doubling time.
+    """
     job = turn.job
-    if resume is None or not is_blocked(turn):
+    unwritten = resume is not None and resume.parts > 0 and durable.cannot_write(turn, resume)
+    if resume is None or not (is_blocked(turn) or unwritten):
         return []
     nodes = old_shape(turn, resume, ready)
     # If no conversion can ever succeed, neither can one of later checkpoints: no growth begins again, see
     # `wants_to_grow`.
     if nodes and not conversion.is_vain(turn):
         reason = job.conversion.reason if job.conversion is not None else ""
+        if unwritten:
+            reason = beside.UNWRITTEN
+            turn.live.held.step(resume).urgent = False
         job.conversion_failures += 1
         hold = growth_hold(job.conversion_failures)
         text = f"nobody could convert {resume.name} ({reason}): going on in its old shape"
@@ -355,7 +364,7 @@ def missing(state: State) -> str:
     unit = f" in a multiple of {job.settings.node_unit} (--node-unit)" if job.settings.node_unit > 1 else ""
     text = f"waiting for nodes: {max(0, here)} here, at least {job.settings.least_nodes}{unit} needed"
     if here >= job.settings.least_nodes and not blind and not strangers:
-        text = f"{here} here, which is enough: waiting for {owed(job) or 'others that may be coming back'}"
+        text = f"{here} here, which is enough: waiting for {owed(state) or 'others that may be coming back'}"
     if blind and resume is not None:
         text += f"; {names(blind)} cannot see {resume.name}"
     if strangers:
@@ -378,9 +387,11 @@ def why_over(job: Job) -> str:
     return ""
 
 
-def owed(job: Job) -> str:
+def owed(state: State) -> str:
     """What the next world waits for beside its nodes; empty where there is nothing."""
-    held = job.conversion
+    job, held, resume = state.job, state.job.conversion, resume_point(state.job)
+    if resume is not None and ON_THE_DISK in state.live.waits.known:
+        return f"{resume.name} to be written from memory to the disk"
     source = job.checkpoint(held.source) if held is not None and held.beside else None
     return f"the universal files of {source.name}" if source is not None else ""
 

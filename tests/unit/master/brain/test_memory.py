@@ -1409,6 +1409,71 @@ def test_what_must_be_converted_is_on_the_disk_first() -> None:
     assert nodes[0].lease
 
 
+def grown_onto_a_full_disk() -> tuple[Driven, list[Node], Node, pb.Checkpoint]:
+    """Two nodes have drained for a third, into memory. What they saved loads in their number of ranks only."""
+    job, nodes = started(2, max_nodes=3, universal_checkpoint=True, universal_gate=True)
+    nodes[0].save(5)
+    for node in nodes:
+        node.step(6)
+    new = newcomer(job)
+    new.join()
+    new.warm()
+    assert nodes[0].directive.drain.to_memory
+    made = drained_into_memory(job, nodes, 7, any_size=False)
+    for node in (*nodes, new):
+        node.holds(made, 0, 1)
+    joins(job, *nodes, new, sees=made)
+    assert job.phase is Phase.FORMING
+    return job, nodes, new, made
+
+
+def writes_in_vain(job: Driven) -> None:
+    """Each node that is to write to the disk says that it cannot."""
+    for node in job.nodes:
+        if node.is_known and node.directive.make_durable.ref.digest:
+            node.durable("No space left on device")
+
+
+def test_a_growth_that_nobody_can_write_down_is_held() -> None:
+    """The two nodes hold all of the step and train on. Nobody writes to the full disk before their first step."""
+    job, nodes, new, made = grown_onto_a_full_disk()
+    for _ in range(3):
+        writes_in_vain(job)
+    job.wait(1)
+    assert job.phase is Phase.RUNNING
+    assert job.members == [node.name for node in nodes]
+    assert nodes[0].directive.run.resume.source.ref.name == made.ref.name
+    assert "nobody could convert step-7.e1.1 (nobody could write it to the disk): going on in its old" in job.notices
+    job.wait(ASKED_AGAIN_SECONDS + 1)
+    assert not any(node.directive.make_durable.ref.digest for node in (*nodes, new))
+    joins(job, new)
+    new.warm()
+    for step in range(8, 20):
+        nodes[0].step(step)
+        job.wait(1)
+    assert job.phase is Phase.RUNNING, "the growth is tried again later"
+
+
+def test_people_see_what_waits_for_a_full_disk() -> None:
+    """The node that is left cannot load the step as it is, so no world of the old shape is there."""
+    job, nodes = started(2, universal_checkpoint=True)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = drained_into_memory(job, nodes, 7, any_size=False)
+    nodes[0].holds(made, 0, 1)
+    nodes[1].goodbye()
+    joins(job, nodes[0], sees=made)
+    writes_in_vain(job)
+    job.wait(1)
+    assert job.phase is Phase.FORMING
+    reason = "1 here, which is enough: waiting for step-7.e1.1 to be written from memory to the disk"
+    assert status(job).reason == reason
+    job.wait(ASKED_AGAIN_SECONDS)
+    job.sealed.append(made)
+    nodes[0].durable()
+    assert nodes[0].lease
+
+
 def test_where_all_leave_one_of_them_writes_it() -> None:
     """Each has been told so behind the other, when the ranks were saving to memory already."""
     job, nodes = started(2)
