@@ -13,6 +13,7 @@ from . import (
     announcements,
     checkpoints,
     conversion,
+    doubts,
     durable,
     failures,
     flash,
@@ -433,8 +434,8 @@ def bad_checkpoint(turn: Turn, node: Node, message: control_pb2.BadCheckpointReq
     if record is not None:
         why = f"{message.file}: {message.message}"
         if record.parts:
-            memory.spoil(turn)
-            memory.doubt(turn, record, node, why)
+            doubts.spoil(turn)
+            doubts.doubt(turn, record, node, why)
         else:
             conversion.suspect(turn, record, universal, node.name, why)
         turn.cause(f"{record.name} could not be loaded")

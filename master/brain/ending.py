@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import beside, checkpoints, durable, memory, running, waits
+from . import beside, checkpoints, doubts, durable, memory, running, waits
 from .checkpoints import in_memory_alone, resume_point
 from .state import Checkpoint, Ending, Node, Phase
 from .turn import Turn, names
@@ -137,7 +137,7 @@ def give_up(turn: Turn, record: Checkpoint) -> None:
     """No node could write it to the disk."""
     newest = resume_point(turn.job)
     if newest is None or newest.parts or newest.age < record.age:
-        memory.give_up(turn, record, "no node could write it to the disk")
+        doubts.give_up(turn, record, "no node could write it to the disk")
         return
-    memory.set_aside(turn, record)
+    doubts.set_aside(turn, record)
     turn.notice(f"{record.name} was the best checkpoint, in memory only, and no node could write it to the disk", True)

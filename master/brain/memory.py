@@ -16,6 +16,7 @@ from dalsegno.protos import control_pb2
 
 from . import checkpoints, replication
 from .described import from_proto
+from .doubts import say_given_up, set_aside
 from .holders import Source, copies, is_there, is_whole, missing, sole_keepers, sources, unaccounted, who_looks
 from .live import HeldStep, State
 from .membership import answers
@@ -27,8 +28,6 @@ __all__ = (
     "adopt",
     "buddies",
     "copies_of",
-    "doubt",
-    "give_up",
     "is_candidate",
     "is_due",
     "is_gone",
@@ -38,11 +37,8 @@ __all__ = (
     "next_to",
     "passed_over",
     "report",
-    "say_given_up",
     "seeks",
-    "set_aside",
     "sources_of",
-    "spoil",
     "to_memory",
     "would_go_on_from",
 )
@@ -58,8 +54,6 @@ LOOK_WITHIN_SECONDS = 30.0
 GATHERED_WITHIN_SECONDS = 600.0
 # So long it counts whether most nodes are still at it (seconds).
 MOST_AT_IT_SECONDS = 0.25
-# So many nodes may find that their copy of a step cannot be loaded; more are no accident.
-MOST_DOUBTS = 4
 # Why a step does not count any more.
 GONE = "the nodes that held a part of it are gone"
 # Steps of one epoch that are remembered: nodes hold two or three, and not all the same ones.
@@ -441,29 +435,6 @@ def lost(turn: Turn, resume: Checkpoint | None) -> bool:
     return True
 
 
-def doubt(turn: Turn, record: Checkpoint, node: Node, why: str) -> None:
-    """A node could not load a step in memory: what it holds does not count until it has looked at that.
-
-    Others may have good copies, of what several nodes find damaged, too. What a node cannot load again is given up.
-    """
-    step = turn.live.held.step(record)
-    if node.incarnation in step.doubted or len(step.doubted) >= MOST_DOUBTS:
-        give_up(turn, record, f"{node.name} cannot load it ({why})")
-        return
-    step.doubted.add(node.incarnation)
-    step.needs_all = True
-    step.hold(node.incarnation, ())
-    turn.notice(f"{node.name} cannot load {record.name} from its memory ({why}): other copies of it are tried", True)
-
-
-def spoil(turn: Turn) -> None:
-    """The open world may have loaded damaged memory: nothing of what it has made since counts."""
-    steps, epoch = turn.live.held.steps, turn.job.epoch
-    turn.update_next(spoilt=epoch)
-    for digest in [digest for digest, step in steps.items() if step.record.epoch == epoch]:
-        del steps[digest]
-
-
 def passed_over(turn: Turn, resume: Checkpoint | None) -> None:
     """A world opens from the disk: says which newer step was in memory, if a part of that is lost for good."""
     job = turn.job
@@ -477,22 +448,3 @@ def passed_over(turn: Turn, resume: Checkpoint | None) -> None:
             gone = [member.node for member in job.world.members if member.group_rank in lacking] if job.world else []
             turn.notice(f"{record.name} was in memory, and nobody who is here has the part of {names(gone)}")
             return
-
-
-def give_up(turn: Turn, record: Checkpoint, why: str) -> None:
-    """A memory checkpoint cannot be used: the run goes on from the one before."""
-    set_aside(turn, record)
-    say_given_up(turn, record, why)
-
-
-def set_aside(turn: Turn, record: Checkpoint) -> None:
-    """A memory checkpoint counts no more."""
-    turn.live.held.steps.pop(record.digest, None)
-    checkpoints.retire(turn.job, record, damaged=True)
-
-
-def say_given_up(turn: Turn, record: Checkpoint, why: str) -> None:
-    """Says what the run goes on from instead, once that is known."""
-    before = checkpoints.resume_point(turn.job)
-    back = f"going back to {before.name}" if before is not None else "no checkpoint is left: starting from step 0"
-    turn.notice(f"{record.name} was in memory only, and {why}: {back}", True)

@@ -11,7 +11,7 @@ from typing import Any
 from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import MOST
 
-from . import announcements, membership, memory, running
+from . import announcements, doubts, membership, memory, running
 from .checkpoints import in_memory_alone, newest_on_disk, resume_point
 from .chronicle import Kind
 from .events import Reply
@@ -150,7 +150,7 @@ def end_stopped(turn: Turn) -> None:
     """Ends the job so that it can be started again. Nobody is left, so that what was in memory alone is gone."""
     job = turn.job
     while (record := in_memory_alone(job)) is not None:
-        memory.give_up(turn, record, "the nodes that held it are gone")
+        doubts.give_up(turn, record, "the nodes that held it are gone")
     failure = job.ending.message if job.ending is not None else ""
     running.end(turn, Phase.STOPPED, how_stopped(job, failure))
 

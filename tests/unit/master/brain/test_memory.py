@@ -10,12 +10,12 @@ import pytest
 
 from dalsegno.agent.commands.status import status_lines
 from dalsegno.master.brain import brain, shown
+from dalsegno.master.brain.doubts import MOST_DOUBTS
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
 from dalsegno.master.brain.events import Called, StreamOpened
 from dalsegno.master.brain.memory import (
     LOOK_WITHIN_SECONDS,
     LOST_AFTER_SECONDS,
-    MOST_DOUBTS,
     TOLD_WITHIN_SECONDS,
     to_memory,
 )
