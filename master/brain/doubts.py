@@ -7,13 +7,16 @@ on from the one before. Nor does what a world has made that may have loaded a da
 from __future__ import annotations
 
 from . import checkpoints
+from .live import HeldStep
 from .state import Checkpoint, Node
 from .turn import Turn
 
-__all__ = ("doubt", "give_up", "say_given_up", "set_aside", "spoil")
+__all__ = ("doubt", "give_up", "is_looked_at", "say_given_up", "set_aside", "spoil")
 
 # So many nodes may find that their copy of a step cannot be loaded; more are no accident.
 MOST_DOUBTS = 4
+# A node has so long to look at its copy, which may be hundreds of gigabytes (seconds).
+LOOKED_AT_SECONDS = 120.0
 
 
 def doubt(turn: Turn, record: Checkpoint, node: Node, why: str) -> None:
@@ -28,6 +31,7 @@ def doubt(turn: Turn, record: Checkpoint, node: Node, why: str) -> None:
     step.doubted.add(node.incarnation)
     step.needs_all = True
     step.hold(node.incarnation, ())
+    step.looking[node.incarnation] = turn.heard
     turn.notice(f"{node.name} cannot load {record.name} from its memory ({why}): other copies of it are tried", True)
 
 
@@ -37,6 +41,12 @@ def spoil(turn: Turn) -> None:
     turn.update_next(spoilt=epoch)
     for digest in [digest for digest, step in steps.items() if step.record.epoch == epoch]:
         del steps[digest]
+
+
+def is_looked_at(turn: Turn, step: HeldStep) -> bool:
+    """Whether a node that is here still looks at its copy: it may say that parts of it are good. Not without an end."""
+    looking = [since for incarnation, since in step.looking.items() if turn.job.node_by(incarnation) is not None]
+    return bool(looking) and not turn.overdue(max(looking) + LOOKED_AT_SECONDS)
 
 
 def give_up(turn: Turn, record: Checkpoint, why: str) -> None:

@@ -208,6 +208,8 @@ class HeldStep:
     by_node: dict[str, frozenset[int]] = field(default_factory=dict)
     # Incarnations of the nodes that could not load it; what one of them cannot load again is given up.
     doubted: set[str] = field(default_factory=set)
+    # Of these, those that still look at what they have: since when, by the listening clock.
+    looking: dict[str, float] = field(default_factory=dict)
     # Since when a part of it has had no holder, by the listening clock, if it is the resume point.
     missing_since: float | None = None
     # It is so for good, as far as all nodes can say, while a world trains: nothing waits for it. People know.
@@ -247,6 +249,7 @@ class HeldStep:
 
     def hold(self, incarnation: str, parts: Iterable[int]) -> None:
         """This node holds these parts, and no others."""
+        self.looking.pop(incarnation, None)
         now = frozenset(part for part in parts if part < self.record.parts)
         before = self.by_node.pop(incarnation, frozenset())
         for part in before - now:

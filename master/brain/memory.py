@@ -16,7 +16,7 @@ from dalsegno.protos import control_pb2
 
 from . import checkpoints, replication
 from .described import from_proto
-from .doubts import say_given_up, set_aside
+from .doubts import is_looked_at, say_given_up, set_aside
 from .holders import Source, copies, is_there, is_whole, missing, sole_keepers, sources, unaccounted, who_looks
 from .live import HeldStep, State
 from .membership import answers
@@ -362,12 +362,14 @@ def is_gone(turn: Turn, record: Checkpoint) -> bool:
     """Whether a part of a step has had no holder for a while, as all nodes have said, and is not on the disk.
 
     A node looks there first: who wrote it may be gone, and what it said of that forgotten. A node that has not spoken
-    to this master may hold it until it is lost: perhaps the master is the one that is cut off. And one that has come
-    may still be about to say what it holds.
+    to this master may hold it until it is lost: perhaps the master is the one that is cut off. One that has come may
+    still be about to say what it holds, and one that could not load its copy what of it is good.
     """
     step = turn.live.held.step(record)
     if is_there(turn.job, step):
         found(step)
+        return False
+    if is_looked_at(turn, step):
         return False
     if step.missing_since is None:
         step.missing_since = turn.heard

@@ -10,7 +10,7 @@ import pytest
 
 from dalsegno.agent.commands.status import status_lines
 from dalsegno.master.brain import brain, shown
-from dalsegno.master.brain.doubts import MOST_DOUBTS
+from dalsegno.master.brain.doubts import LOOKED_AT_SECONDS, MOST_DOUBTS
 from dalsegno.master.brain.durable import ASKED_AGAIN_SECONDS
 from dalsegno.master.brain.events import Called, StreamOpened
 from dalsegno.master.brain.memory import (
@@ -1380,6 +1380,42 @@ def test_two_nodes_that_find_damage_at_once_are_heard_out() -> None:
     joins(job, *nodes, sees=made)
     job.wait(1)
     assert nodes[0].directive.run.resume.source.ref.name == made.ref.name
+
+
+@pytest.mark.parametrize("seconds", [LOST_AFTER_SECONDS + 5, LOOKED_AT_SECONDS - 2])
+def test_what_nodes_still_look_at_is_not_lost(seconds: float) -> None:
+    """Both have found damage, and sum gigabytes before they say what is good: the good parts are nowhere meanwhile."""
+    job, nodes, made = began_everywhere(2)
+    job.job.settings = replace(job.job.settings, join_timeout=600.0)
+    for node in nodes:
+        node.bad(made.ref)
+    job.wait(seconds)
+    assert "a part of" not in status(job).reason
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+    joins(job, *nodes, sees=made)
+    job.wait(1)
+    assert nodes[0].directive.run.resume.source.ref.name == made.ref.name
+    assert "going back" not in job.notices
+
+
+@pytest.mark.parametrize("then", ["gone", "nothing", "silence"])
+def test_what_nobody_looks_at_any_more_is_lost(then: str) -> None:
+    """Who looked is gone, or has nothing left, or never says what it found."""
+    job, nodes, made = began_everywhere(2)
+    for node in nodes:
+        node.bad(made.ref)
+    nodes[1].holds(made)
+    waits = {"gone": 1.5, "nothing": 0.1, "silence": LOOKED_AT_SECONDS}[then]
+    if then == "gone":
+        nodes[0].hang_up()
+    elif then == "nothing":
+        nodes[0].holds(made)
+    else:
+        job.wait(LOST_AFTER_SECONDS + 5)
+        assert "was in memory only" not in job.notices
+    job.wait(waits + LOST_AFTER_SECONDS + 1)
+    assert f"{made.ref.name} was in memory only" in job.notices
 
 
 def test_a_pair_that_is_lost_at_once_is_named() -> None:
