@@ -259,6 +259,13 @@ class HeldStep:
         if now:
             self.by_node[incarnation] = now
 
+    def forget(self, incarnation: str) -> None:
+        """This node is gone, with all that it had. That it could not load its copy is remembered."""
+        self.hold(incarnation, ())
+        self.looked.discard(incarnation)
+        self.unable.pop(incarnation, None)
+        self.told.pop(incarnation, None)
+
     def note_sending(self, own: int, message: control_pb2.HeldRequest) -> None:
         """Whether a member's own part can still be brought to others, as it says."""
         if message.unsent or (own in self.own and own not in message.parts):

@@ -55,6 +55,8 @@ def drop(turn: Turn, node: Node) -> None:
     gathering.gathers.pop(node.name, None)
     gathering.overdue.discard(node.name)
     turn.live.held.complaints.pop(node.name, None)
+    for step in turn.live.held.steps.values():
+        step.forget(node.incarnation)
     void_orders(turn, node.name)
 
 

@@ -1297,6 +1297,22 @@ def test_what_a_node_holds_that_comes_back_counts_where_nothing_could_go_on_with
     assert nodes[2].directive.run.resume.source.step == 20
 
 
+def test_holders_that_are_gone_are_forgotten() -> None:
+    """A step that lacks a part may be kept for days, while an agent comes, fetches what is there, and goes again."""
+    job, _nodes, made = waits_without_a_part()
+    step = job.state.live.held.steps[made.ref.digest]
+    for _ in range(10):
+        again = newcomer(job)
+        again.holds(made, 0, 2)
+        step.unable[again.incarnation], step.told[again.incarnation] = job.now + 600, None
+        step.looked.add(again.incarnation)
+        again.goodbye()
+    here = {node.incarnation for node in job.job.nodes.values()}
+    assert step.by_node.keys() == here
+    for known in (*step.holders.values(), step.unable, step.told, step.looked):
+        assert set(known) <= here
+
+
 @pytest.mark.parametrize("comes", [False, True])
 def test_who_makes_the_nodes_enough_is_heard_out_first(comes: bool) -> None:
     """It may be the one that holds the part; if not, the run goes back now, as a world can open."""
