@@ -94,9 +94,9 @@ def want_in_parts(turn: Turn, record: Checkpoint) -> bool:
 
 
 def cannot_write(turn: Turn, record: Checkpoint) -> bool:
-    """Whether two nodes, or all that there are, have just failed to write a step to the disk."""
-    unable = turn.live.held.step(record).unable
-    return bool(unable) and len(unable) >= min(2, sum(node.sees_directory for node in turn.job.nodes.values()))
+    """Whether two nodes, or all that there are, have failed to write a step to the disk, one of them just now."""
+    step = turn.live.held.step(record)
+    return bool(step.unable) and len(step.told) >= min(2, sum(node.sees_directory for node in turn.job.nodes.values()))
 
 
 # ---- what is written ------------------------------------------------------------------------------------------------

@@ -1506,6 +1506,20 @@ def test_a_growth_that_nobody_can_write_down_is_held() -> None:
     assert job.phase is Phase.RUNNING, "the growth is tried again later"
 
 
+def test_a_growth_is_held_also_where_it_takes_long_to_fill_the_disk() -> None:
+    """The second node fails when the first one has been asked again already."""
+    job, nodes, _new, made = grown_onto_a_full_disk()
+    nodes[0].durable("No space left on device")
+    assert nodes[1].directive.make_durable.ref.name == made.ref.name
+    job.wait(ASKED_AGAIN_SECONDS + 5)
+    assert job.phase is Phase.FORMING
+    full = "No space left on device"
+    job.call(pb.DurableRequest(caller=nodes[1].caller(), ref=made.ref, failure=full))
+    job.wait(1)
+    assert job.phase is Phase.RUNNING
+    assert job.members == [node.name for node in nodes]
+
+
 def test_people_see_what_waits_for_a_full_disk() -> None:
     """The node that is left cannot load the step as it is, so no world of the old shape is there."""
     job, nodes = started(2, universal_checkpoint=True)
