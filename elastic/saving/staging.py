@@ -52,6 +52,17 @@ def wait_for_cards(state: Any) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def storage_sizes(state: Any) -> list[int]:
+    """The bytes of each piece of memory that the tensors in mappings and lists lie in."""
+    storages = [tensor.untyped_storage() for _, tensor in tensors(state)]
+    return list({(one.data_ptr(), one.device): one.nbytes() for one in storages}.values())
+
+
+def pinned_bytes(count: int) -> int:
+    """What a pinned block of so many bytes takes: torch rounds it up to a power of two."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
 class HostBuffers:
     """Host memory that each copy uses again, because fresh memory costs more than the copying.
 

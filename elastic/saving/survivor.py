@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ..rank.link import Link
 from ..rank.reports import Reports
 from .content import Content
 from .saving_reports import bytes_below
+from .staging import pinned_bytes, storage_sizes
 from .tiers import Memory
 from .writing import Summed, SummedFile, save
 
@@ -85,7 +87,13 @@ class Survivor:
         return str(CheckpointName(step, self._identity.epoch, FIRST_OF_SURVIVORS + self._identity.group_rank))
 
     def save(
-        self, content: Content, files: Mapping[str, Any], generators: bytes, *, stays: bool = False
+        self,
+        content: Content,
+        files: Mapping[str, Any],
+        generators: bytes,
+        *,
+        stays: bool = False,
+        fetch: Callable[[Any], Any] | None = None,
     ) -> Manifest | None:
         """Writes and seals it, and tells the agent. None: another rank of this node has done it.
 
@@ -96,27 +104,31 @@ class Survivor:
             files: As rank 0 would write them, see ``background``.
             generators: This rank's, as of that step.
             stays: This process then leaves its world, and waits for a place in the next one.
+            fetch: Copies what one file has to the host's memory. None: it is there.
 
         Raises:
             OSError: There is no room, of --memory-budget or of the machine's or container's memory either.
         """
         try:
-            return self._save(content, files, generators, stays=stays)
+            return self._save(content, {**files, rng.file_name(self._identity.rank): generators}, stays, fetch)
         except OSError as error:
             if is_full(error):
                 self._has_no_room(content.step)
             raise
 
-    def _save(self, content: Content, files: Mapping[str, Any], generators: bytes, *, stays: bool) -> Manifest | None:
+    def _save(
+        self, content: Content, files: Mapping[str, Any], stays: bool, fetch: Callable[[Any], Any] | None
+    ) -> Manifest | None:
         identity, link, began = self._identity, self._link, time.monotonic()
         assert identity.memory_dir is not None
         assert link is not None
         # This process has written none of which it would know how much room that takes.
         tier = Memory(CheckpointStore(identity.memory_dir), identity, alone=True)
         path = tier.store.path(self.name_of(content.step))
+        takes = (self._had, 0) if fetch is None else _takes(files)
         if self._without_room and not self._is_whole(path):
             # It is called again and again. Where others have given nothing back it would write as much once more.
-            tier.check_takes(self._had)
+            tier.check_takes(*takes)
         if stays or not self._is_whole(path):
             link.send(worker_pb2.ToAgent(keeping=worker_pb2.Keeping(step=content.step, stays=stays)))
         with _alone_in(path):
@@ -126,8 +138,11 @@ class Survivor:
                 _empty(path)  # What a rank has left there that was killed.
                 tier.look()
                 tier.enter(path.name, create=False)
+                if fetch is not None:
+                    # Behind the word to the agent, which waits for that, and by one rank of a node at a time.
+                    tier.check_takes(*takes)
                 with Summed(tier.check_room):
-                    manifest = self._write(path, content, {**files, rng.file_name(identity.rank): generators})
+                    manifest = self._write(path, content, files, fetch or _as_it_is)
             except BaseException as error:
                 if is_full(error):
                     self._had = bytes_below(path)
@@ -149,13 +164,13 @@ class Survivor:
     def _is_whole(self, path: Path) -> bool:
         return part_path(path, self._identity.group_rank).exists()
 
-    def _write(self, path: Path, content: Content, files: Mapping[str, Any]) -> Manifest:
+    def _write(self, path: Path, content: Content, files: Mapping[str, Any], fetch: Callable[[Any], Any]) -> Manifest:
         identity, entries = self._identity, list[FileEntry]()
         for file, value in sorted(files.items()):
             target = path / file
             target.parent.mkdir(parents=True, exist_ok=True)
             with SummedFile(target) as summed:
-                save(value, summed)
+                save(fetch(value), summed)
                 digest = summed.finish(lasting=False)
             entries.append(FileEntry(file, summed.size, digest))
         manifest = content.manifest(path.name, identity, self._resumed_from, tuple(entries))
@@ -184,6 +199,22 @@ def _alone_in(path: Path) -> Iterator[None]:
             if same:
                 yield
                 return
+
+
+def _takes(files: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes that these take once they are written, and those that copies take beside, of one file at a time."""
+    written, copied = 0, Counter[int]()
+    for content in files.values():
+        sizes = storage_sizes(content)
+        written += sum(sizes)
+        # What a copy gives back torch keeps for the next one of the same size.
+        copied |= Counter(map(pinned_bytes, sizes))
+    return written, sum(size * count for size, count in copied.items())
+
+
+def _as_it_is(content: Any) -> Any:
+    """What lies in the host's memory already."""
+    return content
 
 
 def _empty(path: Path) -> None:

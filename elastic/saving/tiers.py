@@ -160,15 +160,18 @@ class Memory(Disk):
         if create:
             self.store.path(name).mkdir(exist_ok=True)
 
-    def check_takes(self, count: int) -> None:
-        """Before another try to make a first checkpoint, which had so many bytes as its room was at an end.
+    def check_takes(self, count: int, beside: int = 0) -> None:
+        """Before a first checkpoint of which it is known that it takes so many bytes, or was tried and had so many.
+
+        Args:
+            beside: Bytes of the memory that making it takes meanwhile.
 
         Raises:
             OSError: There is no room for these (ENOSPC).
         """
         self._bytes = count
         try:
-            self._check_all(self._ahead)
+            self._check_all(self._ahead, beside)
         finally:
             self._bytes = 0
 
@@ -190,9 +193,9 @@ class Memory(Disk):
             line = "the directory of this node in memory is gone (was it deleted?): the next world makes it again"
             raise OSError(errno.ENOENT, line, str(self.store.run_dir))
 
-    def _check_all(self, ahead: int = 0) -> None:
+    def _check_all(self, ahead: int = 0, beside: int = 0) -> None:
         """``ahead``: so much of the memory has to be left where a write looks for it, see `check_room`."""
-        if problem := self._without_spares(self._lacks_room) or self._lacks_memory(ahead):
+        if problem := self._without_spares(self._lacks_room) or self._lacks_memory(ahead, beside):
             raise OSError(errno.ENOSPC, problem, str(self.store.run_dir))
 
     def _without_spares(self, lacks: Callable[[], str]) -> str:
@@ -220,9 +223,9 @@ class Memory(Disk):
             " two, and two of each node whose part it has"
         )
 
-    def _lacks_memory(self, ahead: int) -> str:
+    def _lacks_memory(self, ahead: int, beside: int) -> str:
         # What it writes over has its memory: to give that back would win nothing.
-        more = self._bytes - spare_bytes(self.store.run_dir)
+        more = max(0, self._bytes - spare_bytes(self.store.run_dir)) + beside
         if more <= FEW_BYTES or not (problem := lacks_memory(more + ahead, available_bytes())):
             return ""
         return f"a checkpoint takes {megabytes(more)} more on this node, and {problem}"

@@ -65,13 +65,13 @@ class Cards:
         """Whether all that was asked before these events is done."""
         return all(event.query() for event in events)
 
-    def fetch(self, files: Any) -> Any:
-        """The same content with its tensors in the host's memory. Any thread; waits for nothing but the copy."""
+    def fetch(self, content: Any) -> Any:
+        """The same with its tensors in the host's memory. Any thread; waits for nothing but the copy."""
         buffers = HostBuffers()
         with contextlib.ExitStack() as streams:
             for stream in self._own:
                 streams.enter_context(torch.cuda.stream(stream))
-            copied = buffers.copy(files)
+            copied = buffers.copy(content)
             buffers.wait()
             for stream in self._own:
                 stream.synchronize()

@@ -351,8 +351,8 @@ class Survival:
         options = {"cut": self._options["cut"], "best": best, "candidate": candidate}
         content = Content(step, mark.position, self._options["order"], **options)
         files = held.files() if self._files is None else self._files(step, mark.beside)
-        files = files if self._cards is None else self._cards.fetch(files)
-        manifest = session.survivor.save(content, files, rng.encoded(mark.generators), stays=stays)
+        fetch = None if self._cards is None else self._cards.fetch
+        manifest = session.survivor.save(content, files, rng.encoded(mark.generators), stays=stays, fetch=fetch)
         # If another rank of this node writes it, that has the same state, which need not be saved twice.
         digest = "" if manifest is None else manifest.digest
         self._kept = step, holding(session.survivor.name_of(step), digest)

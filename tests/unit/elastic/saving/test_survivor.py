@@ -237,6 +237,61 @@ def test_so_where_the_memory_itself_is_the_limit(tmp_path: Path, monkeypatch: py
     assert one.save(CONTENT, files, b"") is not None
 
 
+class Fetched:
+    """What takes a state from a card, and what the agent had heard then."""
+
+    def __init__(self, link: Any) -> None:
+        self._link = link
+        self.heard: list[list[str]] = []
+
+    def __call__(self, content: Any) -> Any:
+        self.heard.append([message.WhichOneof("body") for message in self._link.said])
+        return content
+
+
+def test_the_agent_hears_of_it_before_anything_is_copied_from_a_card(tmp_path: Path) -> None:
+    """It gives a second for that word and ten behind it, and the copy takes a second for each GB."""
+    one, link = survivor(tmp_path)
+    fetch = Fetched(link)
+    manifest = one.save(CONTENT, FILES, b"generators", fetch=fetch)
+    assert manifest is not None
+    assert fetch.heard
+    assert all(heard == ["keeping"] for heard in fetch.heard)
+    verify(tmp_path / manifest.name, manifest)
+
+
+def test_one_rank_of_a_node_copies_it_from_its_card(tmp_path: Path) -> None:
+    """The others would each ask the host for memory of the whole state."""
+    survivor(tmp_path)[0].save(CONTENT, FILES, b"")
+    other, link = survivor(tmp_path, 3, 1)
+    fetch = Fetched(link)
+    assert other.save(CONTENT, FILES, b"", fetch=fetch) is None
+    assert not fetch.heard
+
+
+@pytest.mark.parametrize("there", [0, 9, 13])
+def test_nothing_is_copied_from_a_card_where_the_copy_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int
+) -> None:
+    """The file takes 6 MiB, and its copy 8: torch rounds a pinned block up to a power of two."""
+    monkeypatch.setattr(tiers, "AHEAD_BYTES", GROWS_BYTES)
+    monkeypatch.setattr(tiers, "FEW_BYTES", 0)
+    monkeypatch.setattr(tiers, "available_bytes", lambda: RESERVE_BYTES + (there << 20))
+    one, link = survivor(tmp_path, budget=1 << 40)
+    one.may_keep(True)
+    weight = torch.ones(3 << 19)
+    fetch, files = Fetched(link), {"model.pt": {"weight": weight, "tied": weight[:5]}}
+    for _ in range(3):
+        with pytest.raises(OSError, match="of memory can be had") as refused:
+            one.save(CONTENT, files, b"", fetch=fetch)
+        assert refused.value.errno == errno.ENOSPC
+        assert not os.listdir(tmp_path)
+    assert not fetch.heard
+    assert len(link.of("keeping")) == 1
+    there = 15
+    assert one.save(CONTENT, files, b"", fetch=fetch) is not None
+
+
 def test_spares_give_their_room_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "AHEAD_BYTES", GROWS_BYTES)
     directory, old = tmp_path / "run-0001", tmp_path / "run-0001" / "step-1.e4.1"

@@ -20,8 +20,6 @@ from dalsegno.elastic.trainer.strategies import StrategyWrite, TrainerState
 from dalsegno.elastic.training import survival
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
-from dalsegno.elastic.training.held_state import HeldState
-from dalsegno.elastic.training.pace import Pace
 from dalsegno.elastic.training.session import BareSession
 from dalsegno.elastic.training.survival import JUDGED_STEPS, Survival
 from dalsegno.elastic.training.training_state import TrainingState
@@ -57,7 +55,7 @@ class Loop:
         survivor = SimpleNamespace(
             may_keep=self.may.append,
             when_broken=lambda lost, told: setattr(self, "lost", lambda: lost(False)),
-            save=lambda content, files, generators, stays: self.saved.append((content.step, content.position)),
+            save=lambda content, files, generators, stays, fetch: self.saved.append((content.step, content.position)),
             is_busy=False,
             anywhere=False,
             loop_stays=False,
@@ -316,7 +314,7 @@ def test_the_main_thread_waits_for_another_one_that_saves(monkeypatch: pytest.Mo
     monkeypatch.setattr(survival, "_end", lambda: ends.append(1))
     loop.step(3)
 
-    def save(content: Any, files: Any, generators: bytes, *, stays: bool) -> None:
+    def save(content: Any, files: Any, generators: bytes, **how: Any) -> None:
         begun.set()
         assert go_on.wait(30)
         loop.saved.append((content.step, content.position))
@@ -334,122 +332,6 @@ def test_the_main_thread_waits_for_another_one_that_saves(monkeypatch: pytest.Mo
     for thread in (other, main):
         thread.join(30)
     assert loop.saved[0] == (3, Position(0, 3))
-
-
-class FakeCards:
-    """Cards that do at once what they are asked, until they hang, or have lost a peer."""
-
-    def __init__(self) -> None:
-        self.waits, self.fetched = 0, 0
-        self.done = True
-        self.lost: Exception | None = None
-        self.hangs = threading.Event()
-        self.goes_on = threading.Event()
-        self.goes_on.set()
-        self.can_wait = True
-
-    def asked(self) -> list[Any]:
-        return [self]
-
-    def wait(self) -> None:
-        self.waits += 1
-        if not self.goes_on.is_set():
-            self.hangs.set()
-        assert self.goes_on.wait(30)
-        if self.lost is not None:
-            raise self.lost
-
-    def have_done(self, events: list[Any]) -> bool:
-        return self.done
-
-    def fetch(self, files: Any) -> Any:
-        self.fetched += 1
-        return files
-
-
-@pytest.fixture
-def cards(monkeypatch: pytest.MonkeyPatch) -> FakeCards:
-    """The state lies on them, and to wait for them costs nothing."""
-    made = FakeCards()
-    monkeypatch.setattr(survival, "_end", lambda: None)
-    monkeypatch.setattr(HeldState, "cards", lambda held: made)
-    monkeypatch.setattr(Pace, "may_wait", True)
-    return made
-
-
-def test_a_thread_saves_from_a_card_for_which_the_main_one_waits(cards: FakeCards) -> None:
-    """What the host had asked for behind that would have been an optimizer's step with gradients that never came."""
-    loop = Loop()
-    loop.step(4)
-    before = loop.model.weight.detach().clone()
-    cards.goes_on.clear()
-    main = threading.Thread(target=loop.step)
-    main.start()
-    assert cards.hangs.wait(30)
-    loop.survival._unheard()
-    assert (loop.saved, cards.fetched) == ([(4, Position(0, 4))], 1)
-    assert torch.equal(loop.model.weight, before)
-    cards.goes_on.set()
-    main.join(30)
-
-
-def test_an_optimizer_does_not_step_with_what_a_lost_peer_has_left(cards: FakeCards) -> None:
-    loop = Loop()
-    loop.step(4)
-    before = loop.model.weight.detach().clone()
-    cards.lost = torch.distributed.DistBackendError("a peer is lost")
-    with pytest.raises(torch.distributed.DistBackendError):
-        loop.step()
-    assert torch.equal(loop.model.weight, before)
-    assert loop.survival.peer_lost(True) is None  # NCCL's watchdog would end a process that stays.
-    assert not loop.saved
-    loop.lost()
-    assert loop.saved == [(4, Position(0, 4))]
-
-
-def test_a_boundary_of_a_card_counts_once_it_is_done_and_its_step_began_behind_its_gradients(
-    cards: FakeCards, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = Loop()
-    loop.step(4)
-    cards.done = False
-    loop.lost()
-    cards.done = True
-    monkeypatch.setattr(Pace, "may_wait", False)
-    loop.step()
-    loop.lost()
-    monkeypatch.setattr(Pace, "may_wait", True)
-    cards.can_wait = False
-    loop.step()
-    loop.lost()
-    assert not loop.saved
-    assert loop.may[-1]  # It waits again where that costs little again.
-    cards.can_wait = True
-    loop.step()
-    loop.lost()
-    assert [step for step, _ in loop.saved] == [7]
-
-
-def test_a_process_with_a_state_on_a_card_does_not_stay_behind_a_crash(cards: FakeCards) -> None:
-    loop = Loop()
-    loop.session.survivor.may_stay = loop.session.survivor.anywhere = True
-    loop.step(4)
-    loop.survival._told()
-    assert loop.saved
-
-
-def test_where_it_cannot_be_asked_whether_a_peer_is_lost_nothing_is_saved(
-    cards: FakeCards, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cannot(held: HeldState) -> None:
-        raise ValueError("nccl of this version does not say so")
-
-    monkeypatch.setattr(HeldState, "cards", cannot)
-    loop = Loop()
-    loop.step(4)
-    assert not loop.may[-1]
-    loop.lost()
-    assert not loop.saved
 
 
 def test_a_loop_that_is_over_watches_no_longer() -> None:
@@ -470,10 +352,10 @@ def test_a_rank_holds_what_it_has_saved_until_that_changes(monkeypatch: pytest.M
     """A script that swallows the error, and goes on, must not be taken for one that stands where it was."""
     loop = Loop()
     loop.step(3)
-    monkeypatch.setattr(loop.session.survivor, "save", lambda *_, stays: SimpleNamespace(name="step-3", digest="d"))
+    monkeypatch.setattr(loop.session.survivor, "save", lambda *_, **how: SimpleNamespace(name="step-3", digest="d"))
     held = loop.survival.peer_lost(True)
     assert held == {Variable.RESUME_NAME: "step-3", Variable.RESUME_DIGEST: "d"}
-    monkeypatch.setattr(loop.session.survivor, "save", lambda *_, stays: None)
+    monkeypatch.setattr(loop.session.survivor, "save", lambda *_, **how: None)
     assert loop.survival.peer_lost(True) == held
     with torch.no_grad():
         next(loop.model.parameters()).add_(1)
@@ -484,5 +366,5 @@ def test_a_rank_that_another_one_of_its_node_has_saved_for_holds_the_same(monkey
     """It does not know the digest of what comes of that."""
     loop = Loop()
     loop.step(3)
-    monkeypatch.setattr(loop.session.survivor, "save", lambda *_, stays: None)
+    monkeypatch.setattr(loop.session.survivor, "save", lambda *_, **how: None)
     assert loop.survival.peer_lost(True) == {Variable.RESUME_NAME: "step-3", Variable.RESUME_DIGEST: ""}
