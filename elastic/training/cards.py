@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,14 +68,23 @@ class Cards:
     def fetch(self, content: Any) -> Any:
         """The same with its tensors in the host's memory. Any thread; waits for nothing but the copy."""
         buffers = HostBuffers()
-        with contextlib.ExitStack() as streams:
-            for stream in self._own:
-                streams.enter_context(torch.cuda.stream(stream))
+        with self.aside():
             copied = buffers.copy(content)
             buffers.wait()
             for stream in self._own:
                 stream.synchronize()
         return copied
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within this, what this thread asks of the cards waits for nothing that the training has asked of them.
+
+        So only what they are done with may be read.
+        """
+        with contextlib.ExitStack() as streams:
+            for stream in self._own:
+                streams.enter_context(torch.cuda.stream(stream))
+            yield
 
 
 def cards_of(tensors: Iterable[torch.Tensor]) -> Cards | None:

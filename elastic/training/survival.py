@@ -284,9 +284,12 @@ class Survival:
             return "the state is not watched"
         if self._session.rank and not held.stepped_alike:
             return "rank 0 may have more than this rank"
+        # First: past what hangs there the state may be read once the card is done with the boundary.
+        if why := self._why_not_on_cards(mark):
+            return why
         lone = self._lone if self._session.rank else {}
         now = Now(held.seen(held.files()), held.versions(), held.plain(), self._stepping, lone)
-        if why := why_not(known, mark.boundary, now) or self._why_not_on_cards(mark):
+        if why := why_not(known, mark.boundary, now):
             return why
         return "" if held.samples.are_as(mark.sample) else UNSEEN
 
@@ -305,11 +308,13 @@ class Survival:
     def _save_in_turn(self, stays: bool) -> bool:
         self._saving = True
         try:
-            why = self._why_not() if self._proved and self._alike else "that changes are seen was not shown"
-            if not why:
-                self._write(stays)
-                self._interrupt.close()
-                return True
+            # Parts may ask a card for values when their state is wanted, as a loss scale does.
+            with contextlib.nullcontext() if self._cards is None else self._cards.aside():
+                why = self._why_not() if self._proved and self._alike else "that changes are seen was not shown"
+                if not why:
+                    self._write(stays)
+                    self._interrupt.close()
+                    return True
         # Whatever it is, this process is about to end, and its own error says more.
         except Exception as error:
             why = str(error) or type(error).__name__

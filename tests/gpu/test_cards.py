@@ -48,6 +48,26 @@ def test_the_state_is_read_while_a_kernel_hangs(busy: Cards) -> None:
     assert busy.have_done(asked)
 
 
+def test_a_loss_scale_is_read_while_a_kernel_hangs(busy: Cards) -> None:
+    """Its state is a number, for which the reading thread waits in its own current stream."""
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
+        scaler.scale(torch.ones(1, device=DEVICE))
+        torch.cuda.current_stream().synchronize()
+    asked, found = busy.asked(), list[float]()
+
+    def read() -> None:
+        with busy.aside():
+            found.append(scaler.state_dict()["scale"])
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join(60)
+    assert not busy.have_done(asked)
+    assert found == [8.0]
+    torch.cuda.synchronize()
+
+
 def test_other_threads_go_on_while_one_waits(busy: Cards) -> None:
     asked = busy.asked()
     waits = threading.Thread(target=busy.wait)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ class FakeCards:
 
     def __init__(self) -> None:
         self.waits, self.fetched = 0, 0
+        self.is_aside = False
         self.done = True
         self.lost: Exception | None = None
         self.hangs = threading.Event()
@@ -41,6 +43,12 @@ class FakeCards:
 
     def have_done(self, events: list[Any]) -> bool:
         return self.done
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        self.is_aside = True
+        yield
+        self.is_aside = False
 
     def fetch(self, files: Any) -> Any:
         self.fetched += 1
@@ -152,3 +160,46 @@ def test_what_lies_in_the_hosts_memory_is_not_copied(monkeypatch: pytest.MonkeyP
     loop.step(4)
     loop.lost()
     assert given == [None]
+
+
+class Reads:
+    """A part that asks the card for a value when its state is wanted, as torch's GradScaler does."""
+
+    stepped_alike = True
+
+    def __init__(self, cards: FakeCards) -> None:
+        self._cards = cards
+        self.aside = list[bool]()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.aside.append(self._cards.is_aside)
+        return {"scale": 2.0}
+
+
+def test_a_state_is_read_past_what_hangs_on_the_card(cards: FakeCards) -> None:
+    """In the stream of the training the reading thread would wait for the collective that never ends."""
+    loop = Loop()
+    loop.step(4)
+    reads = Reads(cards)
+    loop.part.state_dict = lambda: {**reads.state_dict(), "value": 1}  # type: ignore[method-assign]
+    loop.step(8)
+    assert not any(reads.aside), "the training reads its own state in its own stream"
+    reads.aside.clear()
+    loop.lost()
+    assert loop.saved
+    assert reads.aside
+    assert all(reads.aside)
+    assert not cards.is_aside
+
+
+def test_nothing_is_read_before_the_card_is_done_with_the_boundary(cards: FakeCards) -> None:
+    """Past the training's stream that would be what the step before it has left."""
+    loop = Loop()
+    reads = Reads(cards)
+    loop.part.state_dict = reads.state_dict  # type: ignore[method-assign]
+    loop.step(4)
+    reads.aside.clear()
+    cards.done = False
+    loop.lost()
+    assert not loop.saved
+    assert not reads.aside
