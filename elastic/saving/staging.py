@@ -67,16 +67,19 @@ class HostBuffers:
     """Host memory that each copy uses again, because fresh memory costs more than the copying.
 
     It stays as large as the last copied state. For tensors on a CUDA device it is pinned if possible.
+
+    Args:
+        streams: In which cards copy; without one a stream is taken for each card when it is needed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Mapping[torch.device, Any] | None = None) -> None:
         # Free buffers: of whole tensors by shape and dtype, of storages by bytes and by whether they are a card's.
         self._free: dict[Hashable, list[torch.Tensor]] = {}
         self._used: list[tuple[Hashable, torch.Tensor]] = []
         # What the copy under way is still to copy, in one call: thousands of calls take as long as the bytes.
         self._sources: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
-        self._streams: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, Any] = dict(streams or {})
         # The buffers of the copy under way, and the events that are recorded at its end.
         self._busy: set[torch.device] = set()
         self._ends: list[Any] = []

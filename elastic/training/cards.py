@@ -29,8 +29,13 @@ class Cards:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = sorted(devices, key=str)
-        # Made now: where a card hangs, who knows what can still be made.
-        self._own = [torch.cuda.Stream(device) for device in self._devices]  # type: ignore[no-untyped-call]
+        # Made now: where a card hangs, who knows what can still be made. torch deals 32 streams of each priority in
+        # turn, and one of the usual priority may be that in which NCCL hangs.
+        self._own = [torch.cuda.Stream(device, priority=-1) for device in self._devices]  # type: ignore[no-untyped-call]
+
+    def are(self, devices: Iterable[torch.device]) -> bool:
+        """Whether these are all of them."""
+        return self._devices == sorted(devices, key=str)
 
     def asked(self, *, waits: bool = False) -> list[Any]:
         """Events behind all that the training has asked of the cards so far. ``waits``: they can be waited for."""
@@ -67,7 +72,7 @@ class Cards:
 
     def fetch(self, content: Any) -> Any:
         """The same with its tensors in the host's memory. Any thread; waits for nothing but the copy."""
-        buffers = HostBuffers()
+        buffers = HostBuffers(dict(zip(self._devices, self._own, strict=True)))
         with self.aside():
             copied = buffers.copy(content)
             buffers.wait()
@@ -87,8 +92,11 @@ class Cards:
             yield
 
 
-def cards_of(tensors: Iterable[torch.Tensor]) -> Cards | None:
+def cards_of(tensors: Iterable[torch.Tensor], known: Cards | None = None) -> Cards | None:
     """The cards on which these lie; None: all are in the host's memory.
+
+    Args:
+        known: Those of an earlier call, which stay if they still are these.
 
     Raises:
         ValueError: Some lie elsewhere, or it cannot be asked whether a peer is lost.
@@ -99,7 +107,7 @@ def cards_of(tensors: Iterable[torch.Tensor]) -> Cards | None:
     if other := sorted(device.type for device in devices if device.type != "cuda"):
         raise ValueError(f"what lies on a device of type {other[0]} cannot be read past what hangs there")
     lost_over_cards()
-    return Cards(devices)
+    return known if known is not None and known.are(devices) else Cards(devices)
 
 
 def lost_over_cards() -> str:

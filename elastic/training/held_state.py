@@ -114,13 +114,16 @@ class HeldState:
         """
         return tuple(plain(_small(part), where=where) for part in self.parts.values())
 
-    def cards(self) -> Cards | None:
+    def cards(self, known: Cards | None) -> Cards | None:
         """The cards on which what is watched lies; None: all of it is in the host's memory.
+
+        Args:
+            known: What this gave last.
 
         Raises:
             ValueError: See `cards_of`.
         """
-        return cards_of(self._tensors)
+        return cards_of(self._tensors, known)
 
     def content(self) -> str:
         """A checksum of all values that are watched."""

@@ -179,7 +179,7 @@ class Survival:
         if held is not None:
             try:
                 self._known = held.look()
-                self._cards = held.cards()
+                self._cards = held.cards(self._cards)
                 self._probe, self._lone = held.content(), held.lone()
                 said = held.same_everywhere(self._known, self._probe)
                 if marked:

@@ -68,6 +68,16 @@ def test_a_loss_scale_is_read_while_a_kernel_hangs(busy: Cards) -> None:
     torch.cuda.synchronize()
 
 
+def test_its_stream_is_none_that_torch_deals_to_others() -> None:
+    """NCCL takes its own from the same 32 as whoever names no priority."""
+    state = torch.ones(8, device=DEVICE)
+    cards = cards_of([state])
+    assert cards is not None
+    dealt = {torch.cuda.Stream().cuda_stream for _ in range(64)}  # type: ignore[no-untyped-call]
+    assert not dealt & {stream.cuda_stream for stream in cards._own}
+    assert cards_of([state], cards) is cards
+
+
 def test_other_threads_go_on_while_one_waits(busy: Cards) -> None:
     asked = busy.asked()
     waits = threading.Thread(target=busy.wait)

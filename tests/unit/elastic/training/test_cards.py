@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
+from dalsegno.elastic.saving.staging import HostBuffers
 from dalsegno.elastic.training.cards import cards_of, lost_over_cards
 from dalsegno.elastic.training.pace import FIRST_STEPS, Pace
 
@@ -67,6 +70,65 @@ def test_a_state_in_host_memory_lies_on_no_card() -> None:
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="type meta"):
         cards_of([torch.ones(2), torch.ones(2, device="meta")])
+
+
+class FakeStreams:
+    """What torch would give for cards, and which of them a thread is in."""
+
+    def __init__(self) -> None:
+        self.made = list[tuple[torch.device, int]]()
+        self.current = list[Any]()
+
+    def make(self, device: torch.device, priority: int = 0) -> Any:
+        self.made.append((device, priority))
+        return SimpleNamespace(device=device, wait_stream=lambda other: None)
+
+    @contextlib.contextmanager
+    def within(self, stream: Any) -> Iterator[None]:
+        self.current.append(stream)
+        yield
+        self.current.remove(stream)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
+    found = FakeStreams()
+    monkeypatch.setattr(torch.cuda, "Stream", found.make)
+    monkeypatch.setattr(torch.cuda, "stream", found.within)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    return found
+
+
+def on_cards(*numbers: int) -> list[Any]:
+    return [SimpleNamespace(device=torch.device("cuda", number)) for number in numbers]
+
+
+def test_cards_stay_the_same_ones_while_the_state_lies_there(streams: FakeStreams) -> None:
+    """torch deals its 32 streams in turn: of many one would be that in which NCCL hangs."""
+    first = cards_of(on_cards(1, 0, 1))
+    assert cards_of(on_cards(0, 1), first) is first
+    second = cards_of(on_cards(1), first)
+    assert second is not first
+    assert cards_of([torch.ones(1)], second) is None
+    assert [(device.index, priority) for device, priority in streams.made] == [(0, -1), (1, -1), (1, -1)]
+
+
+def test_copies_go_through_the_cards_own_streams(streams: FakeStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = cards_of(on_cards(0, 1))
+    assert cards is not None
+    found = list[Any]()
+
+    def copy(buffers: HostBuffers, content: Any) -> Any:
+        assert streams.current == cards._own
+        found.extend(buffers._stream(torch.device("cuda", number)) for number in (0, 1))
+        return content
+
+    monkeypatch.setattr(HostBuffers, "copy", copy)
+    for stream in cards._own:
+        stream.synchronize = lambda: None
+    assert cards.fetch({"a": 1}) == {"a": 1}
+    assert (found, len(streams.made)) == (cards._own, 2)
+    assert not streams.current
 
 
 class Backend:

@@ -60,7 +60,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> FakeCards:
     """The state lies on them, and to wait for them costs nothing."""
     made = FakeCards()
     monkeypatch.setattr(survival, "_end", lambda: None)
-    monkeypatch.setattr(HeldState, "cards", lambda held: made)
+    monkeypatch.setattr(HeldState, "cards", lambda held, known: made)
     monkeypatch.setattr(Pace, "may_wait", True)
     return made
 
@@ -129,7 +129,7 @@ def test_a_process_with_a_state_on_a_card_does_not_stay_behind_a_crash(cards: Fa
 def test_where_it_cannot_be_asked_whether_a_peer_is_lost_nothing_is_saved(
     cards: FakeCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cannot(held: HeldState) -> None:
+    def cannot(held: HeldState, known: object) -> None:
         raise ValueError("nccl of this version does not say so")
 
     monkeypatch.setattr(HeldState, "cards", cannot)
@@ -203,3 +203,11 @@ def test_nothing_is_read_before_the_card_is_done_with_the_boundary(cards: FakeCa
     loop.lost()
     assert not loop.saved
     assert not reads.aside
+
+
+def test_each_look_knows_the_cards_of_the_one_before(cards: FakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each would take another one of torch's few streams."""
+    known = list[Any]()
+    monkeypatch.setattr(HeldState, "cards", lambda held, found: known.append(found) or cards)
+    Loop().step(4)
+    assert known == [None, cards, cards]
