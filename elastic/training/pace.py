@@ -23,13 +23,14 @@ class Pace:
     """Of one loop.
 
     Attributes:
-        came: Before the last step's optimizer began, all gradients had come.
+        came: Before each of the last step's optimizers began, its gradients had come.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.came = False
-        self._waited = False
+        # Optimizers of this step that have begun theirs, and those that were waited for.
+        self._begun = self._waited = 0
         # Seconds that a step takes, and that an optimizer's step takes the host.
         self._step = self._optimizer = 0.0
         self._steps = 0
@@ -44,12 +45,13 @@ class Pace:
 
     def begins(self) -> None:
         """An optimizer begins its step."""
+        self._begun += 1
         self._began_at = self._clock()
 
     def waited(self) -> None:
-        """All gradients of this step have come; its optimizer steps now."""
-        self._waited = True
-        self.begins()
+        """All gradients until now have come; that optimizer steps now."""
+        self._waited += 1
+        self._began_at = self._clock()
 
     def stepped(self) -> None:
         """An optimizer's step has been asked for."""
@@ -59,9 +61,10 @@ class Pace:
 
     def boundary(self, *, again: bool) -> None:
         """A step is done; ``again``: the same as at the last call, behind which nothing has stepped."""
-        if again and not self._waited:
+        if again and not self._begun:
             return
-        now, self.came, self._waited = self._clock(), self._waited, False
+        now, self.came = self._clock(), 0 < self._begun == self._waited
+        self._begun = self._waited = 0
         if self._boundary_at is not None:
             self._step = _mean(self._step, now - self._boundary_at)
             self._optimizer = _mean(self._optimizer, self._in_step)

@@ -197,7 +197,8 @@ class Survival:
             torch.distributed.DistBackendError: A peer is lost: its gradients never came.
         """
         self._pace.begins()
-        if self._cards is not None and not self._stepping and self._pace.may_wait and self._cards.can_wait:
+        # Each one: it may step behind a backward pass of its own.
+        if self._cards is not None and self._pace.may_wait and self._cards.can_wait:
             self._cards.wait()
             self._pace.waited()
         if not self._stepping:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +23,20 @@ class Training:
         self.now = 100.0
         self.pace = Pace(lambda: self.now)
 
-    def step(self, seconds: float, optimizer: float, times: int = 1, optimizers: int = 1) -> None:
+    def step(
+        self,
+        seconds: float,
+        optimizer: float,
+        times: int = 1,
+        optimizers: int = 1,
+        unseen: Sequence[int] = (),
+    ) -> None:
+        """``unseen``: the optimizers in front of which it does not wait."""
         for _ in range(times):
             self.now += seconds - optimizer
             for number in range(optimizers):
                 self.pace.begins()
-                if not number and self.pace.may_wait:
+                if number not in unseen and self.pace.may_wait:
                     self.pace.waited()
                 self.now += optimizer / optimizers
                 self.pace.stepped()
@@ -53,11 +61,28 @@ def test_it_does_not_where_the_card_would_idle_for_long(optimizers: int) -> None
     assert training.pace.came
 
 
+@pytest.mark.parametrize("unseen", [[0], [1], [2], [0, 1, 2]])
+def test_all_gradients_have_come_if_each_optimizer_was_waited_for(unseen: list[int]) -> None:
+    """Each may have a backward pass of its own."""
+    training = Training()
+    training.step(1.0, 0.001, FIRST_STEPS + 2, 3)
+    assert training.pace.came
+    training.step(1.0, 0.001, 1, 3, unseen)
+    assert not training.pace.came
+    training.step(1.0, 0.001, 1, 3)
+    assert training.pace.came
+
+
 def test_a_boundary_that_is_noted_again_is_the_same() -> None:
     training = Training()
     training.step(1.0, 0.001, FIRST_STEPS + 2)
     training.now += 30.0
     training.pace.boundary(again=True)
+    assert training.pace.came
+    training.pace.begins()  # An optimizer that was not waited for.
+    training.pace.boundary(again=True)
+    assert not training.pace.came
+    training.step(1.0, 0.001)
     assert training.pace.came
     training.pace.boundary(again=False)  # A step without an optimizer's.
     assert not training.pace.came

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,10 @@ from dalsegno.elastic.checkpoint import Position
 from dalsegno.elastic.training import survival
 from dalsegno.elastic.training.held_state import HeldState
 from dalsegno.elastic.training.pace import Pace
-from tests.unit.elastic.training.test_survival import Loop
+from dalsegno.elastic.training.session import BareSession
+from dalsegno.elastic.training.survival import Survival
+from dalsegno.elastic.training.training_state import TrainingState
+from tests.unit.elastic.training.test_survival import OPTIONS, Loop
 
 
 class FakeCards:
@@ -211,3 +214,58 @@ def test_each_look_knows_the_cards_of_the_one_before(cards: FakeCards, monkeypat
     monkeypatch.setattr(HeldState, "cards", lambda held, found: known.append(found) or cards)
     Loop().step(4)
     assert known == [None, cards, cards]
+
+
+class Adversarial(Loop):
+    """Two optimizers in each step, the second one behind a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What steps second, and what happens in front of it.
+        self.other = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.then = list[Callable[[], None]]()
+        state = TrainingState(
+            cast(BareSession, self.session), model=self.model, optimizer=self.optimizer, other=self.other
+        )
+        self.survival = Survival(cast(BareSession, self.session), state.write, OPTIONS, wanted=True)
+
+    def end(self) -> None:
+        for call in self.then:
+            call()
+        self.model(torch.ones(1, 2)).sum().backward()
+        self.other.step()
+        super().end()
+
+
+def test_each_optimizer_of_a_step_waits_for_its_own_gradients(cards: FakeCards) -> None:
+    loop = Adversarial()
+    loop.step(4)
+    cards.waits = 0
+    loop.step()
+    assert cards.waits == 2
+    before = loop.model.weight.detach().clone()
+
+    def lose() -> None:
+        before.copy_(loop.model.weight)
+        cards.lost = torch.distributed.DistBackendError("a peer is lost")
+
+    loop.then.append(lose)
+    with pytest.raises(torch.distributed.DistBackendError):
+        loop.step()
+    assert torch.equal(loop.model.weight, before)
+    loop.lost()
+    assert not loop.saved
+
+
+def test_a_boundary_counts_if_all_its_optimizers_began_behind_their_gradients(cards: FakeCards) -> None:
+    loop = Adversarial()
+    loop.step(4)
+    loop.then.append(lambda: setattr(cards, "can_wait", False))
+    loop.step()
+    loop.lost()
+    assert not loop.saved
+    loop.then.clear()
+    cards.can_wait = True
+    loop.step()
+    loop.lost()
+    assert [step for step, _ in loop.saved] == [6]
