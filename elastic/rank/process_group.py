@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .contexts import cards_in_use
 from .remarks import remark
 from .way_in import way_in
 
@@ -72,12 +73,12 @@ def send_rank_0s(tensor: torch.Tensor) -> None:
 
 
 def settle_device() -> None:
-    """Waits until this process's card has finished its work: a peer may be waiting for it in a collective.
+    """Waits until this process's cards have finished their work: a peer may be waiting for it in a collective.
 
     Does nothing if CUDA is not in use.
     """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+    for card in cards_in_use():
+        torch.cuda.synchronize(card)
 
 
 def shared_cards(store: Any, rank: int, world_size: int, card: str) -> bool:

@@ -11,22 +11,28 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
+from .contexts import cards_in_use
+
 DIRECTORY = "rng"
 
 
 class Taken(NamedTuple):
-    """States of generators: Python's, torch's on the CPU, NumPy's and the current card's where they are in use."""
+    """States of generators: Python's, torch's on the CPU, NumPy's and the current card's where they are in use.
+
+    ``cards``: of the others that this process uses, by number.
+    """
 
     python: tuple[Any, ...]
     torch: torch.Tensor
     numpy: Any
     cuda: torch.Tensor | None
+    cards: Mapping[int, torch.Tensor]
 
 
 def derive(*parts: int | str) -> int:
@@ -97,15 +103,20 @@ def file_name(rank: int) -> str:
 
 
 def capture() -> bytes:
-    """The state of all generators as JSON text, including the current card's if CUDA is in use."""
+    """The state of all generators as JSON text, including those of the cards that are in use."""
     return encoded(taken())
 
 
 def taken() -> Taken:
     """The state of all generators as they give it, which takes microseconds."""
     # Asking for a card's generator starts CUDA, and asking all cards would create a context on each of them.
-    card = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    return Taken(*cpu_state(), card)
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return Taken(*cpu_state(), None, {})
+    # A script may train on another card than the current one.
+    others = [number for number in cards_in_use() if number != torch.cuda.current_device()]
+    return Taken(
+        *cpu_state(), torch.cuda.get_rng_state(), {number: torch.cuda.get_rng_state(number) for number in others}
+    )
 
 
 def encoded(state: Taken) -> bytes:
@@ -117,6 +128,8 @@ def encoded(state: Taken) -> bytes:
     }
     if state.cuda is not None:
         found["cuda"] = state.cuda.numpy().tobytes().hex()
+        # Not in what earlier versions have saved.
+        found["cards"] = {str(number): held.numpy().tobytes().hex() for number, held in state.cards.items()}
     if state.numpy is not None:
         kind, keys, position, has_gauss, cached = state.numpy
         found["numpy"] = [kind, keys.tolist(), position, has_gauss, cached]
@@ -137,6 +150,10 @@ def restore(data: bytes) -> None:
     except (KeyError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"not a saved generator state: {error}") from error
     if "cuda" in state and torch.cuda.is_available():
+        for number, held in state.get("cards", {}).items():
+            if int(number) < torch.cuda.device_count():
+                torch.cuda.set_rng_state(_bytes_tensor(held), int(number))
+        # Last: where the rank has another card now, that may be one of them.
         torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
     if "numpy" in state:
         import numpy

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..rank.contexts import cards_in_use
 from .copying import copy_all
 from .packed import PackedFile
 from .replicas import tensors
@@ -40,7 +41,7 @@ def wait_for_cards(state: Any) -> None:
     That thread has a stream of its own, which waits for nothing that a loop in a stream of the script's has begun.
 
     Args:
-        state: Of which other cards than the current one are looked for in mappings and lists.
+        state: Whose cards are waited for, beside those that this process is known to use.
 
     Raises:
         RuntimeError: A card has failed.
@@ -48,7 +49,8 @@ def wait_for_cards(state: Any) -> None:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # to ask more would start CUDA
         return
     there = {tensor.device for _, tensor in tensors(state) if _is_card(tensor.device)}
-    for device in sorted({torch.device("cuda", torch.cuda.current_device()), *there}, key=str):
+    there |= {torch.device("cuda", number) for number in cards_in_use()}
+    for device in sorted(there, key=str):
         torch.cuda.current_stream(device).synchronize()
 
 

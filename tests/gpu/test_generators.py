@@ -1,4 +1,4 @@
-"""The random generator of the card that is in use is saved and put back, and no other."""
+"""The random generators of the cards that are in use are saved and put back, and no other."""
 
 from __future__ import annotations
 
@@ -40,6 +40,19 @@ def test_a_state_of_cpus_leaves_each_ranks_card_its_own_seed() -> None:
         rng.restore(json.dumps(state).encode())
         drawn.append(torch.rand(4, device="cuda").tolist())
     assert drawn[0] != drawn[1]
+
+
+@needs_two
+def test_it_goes_on_where_a_script_trains_that_makes_no_card_the_current_one() -> None:
+    """As `model.to(rank)` alone does."""
+    own_device(0)
+    rng.seed_rank(3, 7, 0)
+    torch.rand(5, device="cuda:1")
+    saved = rng.capture()
+    wanted = torch.rand(8, device="cuda:1").tolist()
+    rng.seed_rank(3, 8, 0)
+    rng.restore(saved)
+    assert torch.rand(8, device="cuda:1").tolist() == wanted
 
 
 @needs_two

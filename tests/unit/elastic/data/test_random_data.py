@@ -44,6 +44,11 @@ class Devices:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, current: int) -> None:
         self.states = [torch.full((16,), 10 + device, dtype=torch.uint8) for device in range(2)]
         self.current: int | None = current
+        # Those that the process uses.
+        self.used = {current}
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.states))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.bound)
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda number: number in self.used, raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: self.current is not None)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.current is not None)
         monkeypatch.setattr(torch.cuda, "get_rng_state", self.get)
@@ -73,6 +78,48 @@ def test_of_the_devices_only_the_bound_one_has_its_generator_saved(monkeypatch: 
     there.current = None
     rng.restore(state)
     assert "cuda" not in json.loads(rng.capture())
+
+
+def drawn(devices: Devices) -> list[int]:
+    """As draws and seeds change the states."""
+    found = [int(state[0]) for state in devices.states]
+    devices.states = [state + 1 for state in devices.states]
+    return found
+
+
+def test_a_script_that_binds_no_device_draws_on_where_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`model.to(rank)` alone, as torch's own tutorial had it: the current device is the first one all the time."""
+    devices = Devices(monkeypatch, current=0)
+    devices.used = {0, 1}
+    state = rng.capture()
+    wanted = drawn(devices)
+    drawn(devices)
+    rng.restore(state)
+    assert drawn(devices) == wanted
+
+
+def test_generators_of_devices_that_are_not_there_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices(monkeypatch, current=0)
+    devices.used = {0, 1}
+    state = rng.capture()
+    alone = Devices(monkeypatch, current=0)
+    alone.states = [torch.zeros(16, dtype=torch.uint8)]
+    rng.restore(state)
+    assert drawn(alone) == [10]
+    # Whoever is bound to a device that another number had: its own state counts.
+    other = Devices(monkeypatch, current=1)
+    rng.restore(state)
+    assert drawn(other) == [10, 10]
+
+
+def test_an_older_state_has_the_bound_devices_generator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices(monkeypatch, current=1)
+    devices.used = {0, 1}
+    older = json.loads(rng.capture())
+    del older["cards"]
+    drawn(devices)
+    rng.restore(json.dumps(older).encode())
+    assert drawn(devices) == [11, 11]
 
 
 def test_seeds_differ_where_they_must() -> None:

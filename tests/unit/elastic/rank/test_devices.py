@@ -147,10 +147,28 @@ def test_only_the_current_cards_generator_is_saved(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *device: asked.append(device) or state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: asked.append(given))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     rng.restore(rng.capture())
     assert asked[0] == ()
     assert len(asked[1]) == 1
     assert torch.equal(asked[1][0], state)
+
+
+@pytest.mark.parametrize(("used", "waited"), [([], []), ([2], [2]), ([0, 2], [0, 2]), (None, [1])])
+def test_the_cards_that_are_used_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, used: list[int] | None, waited: list[int]
+) -> None:
+    """A script may not make its own the current one; and to wait for one that is not used would make a context."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.delattr(torch._C, "_cuda_hasPrimaryContext", raising=False)
+    if used is not None:
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda number: number in used, raising=False)
+    found = list[int]()
+    monkeypatch.setattr(torch.cuda, "synchronize", found.append)
+    process_group.settle_device()
+    assert found == waited
 
 
 def saved(run_dir: Path, rank: int, state: str) -> ResumePoint:

@@ -225,11 +225,11 @@ def test_what_another_thread_reads_is_done_before(running: bool, monkeypatch: py
             self.synchronize = lambda: waited.append(str(device))
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: running)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(staging, "cards_in_use", lambda: [0, 2])
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     state = {"model.pt": {"weights": [torch.ones(2).as_subclass(OnCard), torch.ones(2)]}, "note": b""}
     staging.wait_for_cards(state)
-    assert waited == (["cuda:0", "cuda:1"] if running else [])
+    assert waited == (["cuda:0", "cuda:1", "cuda:2"] if running else [])
 
 
 @pytest.mark.parametrize("waits", [True, False])
