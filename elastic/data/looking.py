@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..rank import rng
+from ..rank.contexts import cards_in_use
 from .prints import print_of
 
 log = logging.getLogger(__name__)
@@ -104,10 +106,11 @@ def _same(one: tuple[Any, torch.Tensor, Any], other: tuple[Any, torch.Tensor, An
 
 @contextmanager
 def _kept(dataset: Any) -> Iterator[None]:
-    """Restores the data set's own generators and the card's, so that training begins with them unchanged."""
+    """Restores the data set's own generators and those of the cards, so that training begins with them unchanged."""
     states: list[tuple[Callable[[Any], Any], Any]] = [_state_of(found) for found in _generators(dataset, 0, set())]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+        for card in {torch.cuda.current_device(), *cards_in_use()}:
+            states.append((partial(torch.cuda.set_rng_state, device=card), torch.cuda.get_rng_state(card)))
     try:
         yield
     finally:

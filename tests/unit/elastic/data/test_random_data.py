@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, sample_generator
+from dalsegno.elastic.data import looking
 from dalsegno.elastic.rank import rng
 
 from ..training.test_unsaved import opened
@@ -110,6 +111,15 @@ def test_generators_of_devices_that_are_not_there_are_left_out(monkeypatch: pyte
     other = Devices(monkeypatch, current=1)
     rng.restore(state)
     assert drawn(other) == [10, 10]
+
+
+def test_samples_that_are_looked_at_leave_the_generators_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some are read before the training begins; a data set may draw where the script trains."""
+    devices = Devices(monkeypatch, current=0)
+    devices.used = {1}
+    with looking._kept([]):
+        drawn(devices)
+    assert drawn(devices) == [10, 11]
 
 
 def test_an_older_state_has_the_bound_devices_generator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
