@@ -106,7 +106,7 @@ class FakeStreams:
 
     def make(self, device: torch.device, priority: int = 0) -> Any:
         self.made.append((device, priority))
-        return SimpleNamespace(device=device, wait_stream=lambda other: None)
+        return SimpleNamespace(device=device, wait_stream=lambda other: None, synchronize=lambda: None)
 
     @contextlib.contextmanager
     def within(self, stream: Any) -> Iterator[None]:
@@ -149,8 +149,6 @@ def test_copies_go_through_the_cards_own_streams(streams: FakeStreams, monkeypat
         return content
 
     monkeypatch.setattr(HostBuffers, "copy", copy)
-    for stream in cards._own:
-        stream.synchronize = lambda: None
     assert cards.fetch({"a": 1}) == {"a": 1}
     assert (found, len(streams.made)) == (cards._own, 2)
     assert not streams.current

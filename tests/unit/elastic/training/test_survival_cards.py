@@ -211,7 +211,12 @@ def test_nothing_is_read_before_the_card_is_done_with_the_boundary(cards: FakeCa
 def test_each_look_knows_the_cards_of_the_one_before(cards: FakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or each would take another one of torch's few streams."""
     known = list[Any]()
-    monkeypatch.setattr(HeldState, "cards", lambda held, found: known.append(found) or cards)
+
+    def found(held: HeldState, before: Any) -> FakeCards:
+        known.append(before)
+        return cards
+
+    monkeypatch.setattr(HeldState, "cards", found)
     Loop().step(4)
     assert known == [None, cards, cards]
 
