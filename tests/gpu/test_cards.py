@@ -48,22 +48,25 @@ def test_the_state_is_read_while_a_kernel_hangs(busy: Cards) -> None:
     assert busy.have_done(asked)
 
 
-def test_a_loss_scale_is_read_while_a_kernel_hangs(busy: Cards) -> None:
+def test_a_loss_scale_is_read_while_a_kernel_hangs() -> None:
     """Its state is a number, for which the reading thread waits in its own current stream."""
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
-        scaler.scale(torch.ones(1, device=DEVICE))
-        torch.cuda.current_stream().synchronize()
-    asked, found = busy.asked(), list[float]()
+    scaler, state = torch.amp.GradScaler("cuda", init_scale=8.0), torch.ones(1, device=DEVICE)
+    # Before the kernel: to load others may wait for it.
+    scaler.scale(state)
+    cards = cards_of([state])
+    assert cards is not None
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
+    asked, found = cards.asked(), list[float]()
 
     def read() -> None:
-        with busy.aside():
+        with cards.aside():
             found.append(scaler.state_dict()["scale"])
 
     thread = threading.Thread(target=read)
     thread.start()
     thread.join(60)
-    assert not busy.have_done(asked)
+    assert not cards.have_done(asked)
     assert found == [8.0]
     torch.cuda.synchronize()
 
