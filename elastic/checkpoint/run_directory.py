@@ -211,7 +211,7 @@ class CheckpointStore:
             raise _lost(error.strerror or str(error), self.run_dir) from error
 
     def _has_nothing_newer(self, known: Collection[Ref]) -> bool:
-        """Whether nothing is sealed here, or one of those is the newest. Whoever begins here later has no lower epoch."""
+        """Nothing is sealed here, or one of those is the newest. Whoever begins here later has no lower epoch."""
         seen = inspect(self.run_dir, check_sizes=False)
         newest = [manifest.ref for manifest in seen.sealed if manifest.form == SHARDED][-1:]
         return all(one in known for one in newest) and not any(one.unreadable for one in seen.unsealed)
