@@ -21,6 +21,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 
 from ..decisions import events as ev
 from . import old_saves
+from .alone import MainAlone
 from .anew import Resumed
 from .asked import Growth, Request, request
 from .best_save import BestRule
@@ -94,17 +95,17 @@ class Adopter:
         late: Late | None = None,
         full: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self._keep, self._full = keep, full
-        self._rule = best
+        self._keep, self._full, self._rule = keep, full, best
         self._best: BestWatch | None = None
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
         self._root, self._pattern = save_directory(run_dir, world.epoch), pattern
         self._volume = VolumeCheck(run_dir)
         self._resumed_step = self._step = world.resume.source.step if world.HasField("resume") else 0
-        self._before = before
+        self._before, self._resume = before, Resumed(self._root, before)
         self._known: dict[str, FileState] = dict(before.files) if before is not None else {}
         self._resumed = dict(before.saved_as.numbers) if before is not None else {}
-        self._resume = Resumed(self._root, before)
+        # Before people are told what is missing.
+        self._alone = MainAlone(self._root, origin.world_size, before, (PATIENCE_LOOKS - 1) * LOOK_EVERY_SECONDS)
         self._numbers: dict[str, int | None] = {}
         self._slots = Slots(self._root, origin.world_size, self._resumed, self._known.values())
         # The ranks that a checkpoint of this epoch has named: of a worker that is itself a launcher.
@@ -126,10 +127,8 @@ class Adopter:
         self._strays_told = False
         # Something is new, or has changed: the next look decides.
         self._undecided, self._vanished, self._told = False, False, ""
-        # The file system has allowed all of the last look.
-        self._calm = True
-        # Seconds that the last look took, without copying.
-        self._took = 0.0
+        # The file system has allowed all of the last look; and seconds that it took, without copying.
+        self._calm, self._took = True, 0.0
         self._closing, self._interrupted = False, late is not None
         self._asked = self._answered = self._trusting = 0
         # When somebody last began to wait.
@@ -295,6 +294,7 @@ class Adopter:
                 continue
             try:
                 one = complete(self._root, unit, self._origin.world_size, self._ranks)
+                one = self._alone.judge(unit, one, ended=self._asked > self._answered)
             except FileNotFoundError:
                 self._undecided = self._vanished = True
             except (CheckpointDamaged, ValueError) as error:
