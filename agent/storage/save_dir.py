@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged, Damage, Manifest, SavedAs, read_sealed, verify
+from dalsegno.elastic.checkpoint import CheckpointDamaged, Damage, Manifest, read_sealed, verify
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.files import replace_file
 from dalsegno.protos import control_pb2, worker_pb2
@@ -26,6 +26,7 @@ from ..decisions import events as ev
 from ..script import FLAG
 from .adoption import Adopter
 from .best_save import BestRule
+from .foreign import DEEPSPEED
 from .late import take_late
 from .layouts import state_of
 from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
@@ -55,20 +56,24 @@ _PART_OF_JOINING, _MOST_SECONDS = 0.5, 30.0
 LAST_LOOK_SECONDS = 10.0
 
 
-def prepare(run_dir: Path, world: control_pb2.World, saved_as: SavedAs | None = None) -> Path:
+def prepare(run_dir: Path, world: control_pb2.World, saved: Manifest | None = None) -> Path:
     """Makes the epoch's directory, as DeepSpeed expects it. Every agent does that before its workers start.
+
+    For others it stays empty: examples of transformers 4 begin in no directory with anything but checkpoints in it.
 
     Args:
         run_dir: the run's directory.
         world: the epoch's world.
-        saved_as: how the script had saved the resume point.
+        saved: the resume point's manifest; None: nobody knows whose it is.
 
     Raises:
         OSError: the file system says no.
     """
     directory = save_directory(run_dir, world.epoch)
     directory.mkdir(parents=True, exist_ok=True)
-    if world.HasField("resume") and (saved_as is None or saved_as.below):
+    saved_as = None if saved is None else saved.saved_as
+    of_others = saved is not None and saved_as is not None and saved.shape.strategy != DEEPSPEED
+    if world.HasField("resume") and not of_others and (saved_as is None or saved_as.below):
         # `latest` holds a tag, which DeepSpeed appends to the directory as a path: a way out of the directory. It is of
         # this epoch only, and the next epoch's agents make their own, so nothing has to survive a power cut.
         place = directory / (Path(saved_as.below).parent if saved_as is not None else "")
@@ -159,8 +164,8 @@ class Adoption:
         manifest = _manifest(source)
         target = None
         # DeepSpeed's `latest` leads there.
-        if self._places and manifest.saved_as is not None and manifest.shape.strategy != "deepspeed":
-            target = prepare(run_dir, world, manifest.saved_as)
+        if self._places and manifest.saved_as is not None and manifest.shape.strategy != DEEPSPEED:
+            target = prepare(run_dir, world, manifest)
         if target is None and not first:
             return False
         own = save_directory(run_dir, world.epoch)
@@ -189,8 +194,9 @@ class Adoption:
         if not self.wanted:
             return tuple(arguments)
         resume = run_dir / world.resume.source.ref.name if world.HasField("resume") else None
-        saved_as = None if resume is None or world.resume.source.in_memory else _manifest(resume).saved_as
-        self._directory = directory = prepare(run_dir, world, saved_as)
+        saved = None if resume is None or world.resume.source.in_memory else _manifest(resume)
+        saved_as = None if saved is None else saved.saved_as
+        self._directory = directory = prepare(run_dir, world, saved)
         self._of_run = run_dir, world, origin
         newest = resume or self._initial
         if resume is not None and saved_as is not None:

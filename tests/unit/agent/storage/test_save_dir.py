@@ -185,6 +185,24 @@ def test_who_is_told_where_it_is_needs_no_copy(runs: Callable[..., Run]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", ["checkpoint-30", "a/checkpoint-30"])
+def test_only_deepspeed_is_led_to_the_resume_point(runs: Callable[..., Run], path: str) -> None:
+    """The examples of transformers 4 begin in no directory that has anything else than `checkpoint-…` in it."""
+    run = runs("${resume_dir}")
+    run.next()
+    states(run.out / path, "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth")
+    assert run.sealed().shape.strategy == "transformers"
+    run.next()
+    assert [*run.out.iterdir()] == []
+    run.taken.close()
+    run.taken = Adoption(run.flags[:1], run.heard.put)
+    run.next()
+    assert [one.name for one in run.out.rglob("*") if one.name.startswith("latest")] == []
+    assert (run.out / path).is_dir()
+    run.taken.close()
+
+
+@pytest.mark.slow
 def test_the_file_that_was_saved_last_is_the_one_beside_the_best(runs: Callable[..., Run]) -> None:
     """As timm saves, and PyTorch's imagenet example: a script that gets a path opens it as a file."""
     run = runs("--resume", "${resume_path}", "${resume_dir}")
