@@ -74,13 +74,14 @@ LAYOUTS = WORKERS / "plain_layouts.py"
 TOLD = {
     "nanogpt": ["--init_from=${resume_dir:+resume}"],
     "accelerate": ["--resume_from_checkpoint", "${resume_dir}"],
+    "diffusers": ["--resume_from_checkpoint", "latest"],
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["nanogpt", "accelerate"])
+@pytest.mark.parametrize("layout", ["nanogpt", "accelerate", "diffusers"])
 def test_scripts_of_other_layouts_go_on(clusters: Clusters, undisturbed: Undisturbed, layout: str) -> None:
-    """One file as nanoGPT writes it over and over, and Accelerate's directories of all ranks' parts."""
+    """One file, written over (nanoGPT); all ranks' parts (Accelerate), or the main process's alone."""
     training = Training(script=LAYOUTS, steps=1000, save_every=10, extra=(f"--layout={layout}",))
     job = clusters(training=training, hooked=False, universal="", step_time=0.2, agent_flags=["--grow-wait=60"])
     job.script_flags = ["--save-dir=${save_dir}", *TOLD[layout]]

@@ -106,6 +106,10 @@ COMMANDS: dict[str, How] = {
     "dlrover-run --nnodes=1:4 train.py --output_dir '${save_dir}' --resume_from_checkpoint '${resume_dir}'": Elsewhere(
         _OTHERS, "tests/integration/test_adoption.py::test_scripts_of_other_layouts_go_on"
     ),
+    "dlrover-run --nnodes=1:4 --checkpoint-glob='checkpoint-*' train_unconditional.py --output_dir '${save_dir}'"
+    " --resume_from_checkpoint latest": Elsewhere(
+        _OTHERS, "tests/integration/test_adoption.py::test_scripts_of_other_layouts_go_on"
+    ),
     "dlrover-run --nnodes=1:4 --deepspeed-load-universal train.py --save-dir '${save_dir}'": Elsewhere(
         _OTHERS, "tests/integration/test_adoption.py::test_a_deepspeed_script_without_a_session"
     ),

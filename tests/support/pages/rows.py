@@ -54,6 +54,7 @@ ROWS: dict[str, Row] = {
     ),
     "nanoGPT": Row("no", ("test_adoption.py::test_scripts_of_other_layouts_go_on",)),
     "Accelerate": Row("no", ("test_adoption.py::test_scripts_of_other_layouts_go_on",)),
+    "diffusers' examples": Row("no", ("test_adoption.py::test_scripts_of_other_layouts_go_on",)),
     "Lightning": Row("no", ("test_adoption.py::test_a_script_of_lightnings_goes_on",)),
     "DeepSpeed as it is": Row("no", ("test_adoption.py::test_a_deepspeed_script_without_a_session",)),
     "anything else": Row(

@@ -1,6 +1,6 @@
-"""A script without a session that saves and resumes as others' scripts do: nanoGPT's, Accelerate's.
+"""A script without a session that saves and resumes as others' scripts do: nanoGPT's, Accelerate's, diffusers'.
 
-It knows nothing of us, nor of the libraries whose layouts it writes, except the real Accelerate with `accelerate`. Its
+It knows nothing of us, nor of the libraries whose layouts it writes, except the real Accelerate with the last two. Its
 position in the data follows from its step, and the number of ranks must divide the global batch. Alone it runs with
 plain `python`.
 """
@@ -91,6 +91,29 @@ class Accelerate:
                 shutil.rmtree(one)
 
 
+class Diffusers:
+    """As diffusers' examples: the main process saves alone; all look for a name below the output directory."""
+
+    def __init__(self, state: State) -> None:
+        from accelerate import Accelerator
+
+        self._accelerator = Accelerator(cpu=True)
+        self._prepared = self._accelerator.prepare(state.model, state.optimizer)
+
+    def resume(self, state: State, options: argparse.Namespace) -> None:
+        name = os.path.basename(options.resume_from_checkpoint or "")
+        if name == "latest":
+            found = sorted(options.save_dir.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+            name = found[-1].name if found else ""
+        if name:
+            self._accelerator.load_state(options.save_dir / name)
+            state.step = int(name.split("-")[1])
+
+    def save(self, state: State, options: argparse.Namespace) -> None:
+        if self._accelerator.is_main_process:
+            self._accelerator.save_state(options.save_dir / f"checkpoint-{state.step}")
+
+
 class _Counter:
     def __init__(self, state: State) -> None:
         self._state = state
@@ -131,7 +154,7 @@ def main() -> None:
     for name in ("steps", "save-every", "global-batch-size", "seed"):
         flags.add_argument(f"--{name}", type=int)
     flags.add_argument("--step-time", type=float, default=0.0)
-    flags.add_argument("--layout", choices=["nanogpt", "accelerate"], required=True)
+    flags.add_argument("--layout", choices=["nanogpt", "accelerate", "diffusers"], required=True)
     flags.add_argument("--step-log")
     flags.add_argument("--checkpoint-dir")
     flags.add_argument("--save-dir", type=Path)
@@ -144,7 +167,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     state = State(options.seed)
-    layout = NanoGpt() if options.layout == "nanogpt" else Accelerate(state)
+    layout: NanoGpt | Accelerate | Diffusers = NanoGpt()
+    if options.layout != "nanogpt":
+        layout = Accelerate(state) if options.layout == "accelerate" else Diffusers(state)
     layout.resume(state, options)
     data = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(options.seed))
     sys.path.insert(0, str(EXAMPLES))
