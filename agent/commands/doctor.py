@@ -36,7 +36,7 @@ from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
 from ..processes.lifeline import Lifeline
 from ..processes.proc import adopt_orphans, end_descendants, kill_group
 from ..script import Script, ScriptError, check_script, expects_session, main_file, module_file, text_of
-from ..storage.macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand
+from ..storage.macros import RESUME_DIR, RESUME_PATH, RESUME_STEP, SAVE_DIR, expand
 from ..workers.socket_place import sweep
 from .installed import outdated_dlrover, version_of
 
@@ -198,7 +198,8 @@ def _examine(options: argparse.Namespace) -> int:
         )
         return EXIT_FAILED
     with tempfile.TemporaryDirectory(prefix="dalsegno-doctor-") as directory:
-        values = {SAVE_DIR: str(Path(directory) / "saved"), RESUME_DIR: None, RESUME_PATH: None}
+        values: dict[str, str | None] = dict.fromkeys((RESUME_DIR, RESUME_PATH, RESUME_STEP))
+        values[SAVE_DIR] = str(Path(directory) / "saved")
         command = _command(options, expand(options.arguments, values))
         code, lines = _run(command, Path(directory), timeout_seconds)
     for line in lines:

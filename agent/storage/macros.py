@@ -6,11 +6,11 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["RESUME_DIR", "RESUME_PATH", "SAVE_DIR", "expand", "has_macros", "macros_of", "misspelt"]
+__all__ = ["RESUME_DIR", "RESUME_PATH", "RESUME_STEP", "SAVE_DIR", "expand", "has_macros", "macros_of", "misspelt"]
 
-SAVE_DIR, RESUME_DIR, RESUME_PATH = "save_dir", "resume_dir", "resume_path"
+SAVE_DIR, RESUME_DIR, RESUME_PATH, RESUME_STEP = "save_dir", "resume_dir", "resume_path", "resume_step"
 # As a shell's: with `:-` what to take where there is no resume point, with `:+` what to take where there is one.
-_MACRO = re.compile(r"\$\{(save_dir|resume_dir|resume_path)(?::([-+])([^}]*))?\}")
+_MACRO = re.compile(r"\$\{(save_dir|resume_dir|resume_path|resume_step)(?::([-+])([^}]*))?\}")
 
 # Anything that looks like one. Other programs have such words, too (Hydra's `${hydra:run.dir}`).
 _WORD = re.compile(r"\$\{([^}:]*)[^}]*\}")
@@ -23,7 +23,7 @@ def misspelt(arguments: Sequence[str]) -> list[tuple[str, str]]:
     for text in arguments:
         for match in _WORD.finditer(text):
             plain = match[1].strip().lower().replace("-", "_")
-            meant = difflib.get_close_matches(plain, (SAVE_DIR, RESUME_DIR, RESUME_PATH), 1, _ALIKE)
+            meant = difflib.get_close_matches(plain, (SAVE_DIR, RESUME_DIR, RESUME_PATH, RESUME_STEP), 1, _ALIKE)
             if meant and not _MACRO.fullmatch(match[0]):
                 found.append((match[0], f"${{{meant[0]}}}"))
     return found

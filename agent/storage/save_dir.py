@@ -29,9 +29,10 @@ from .best_save import BestRule
 from .foreign import DEEPSPEED
 from .late import take_late
 from .layouts import state_of
-from .macros import RESUME_DIR, RESUME_PATH, SAVE_DIR, expand, macros_of
+from .macros import RESUME_DIR, RESUME_PATH, RESUME_STEP, SAVE_DIR, expand, macros_of
 from .placing import is_placed, place
 from .settling import settled
+from .slices import number_given
 from .strays import ASIDE, set_aside, strays
 from .taking import Before, Origin, save_directory
 from .volume_clock import now_at
@@ -198,9 +199,10 @@ class Adoption:
         saved_as = None if saved is None else saved.saved_as
         self._directory = directory = prepare(run_dir, world, saved)
         self._of_run = run_dir, world, origin
-        newest = resume or self._initial
+        newest, number = resume or self._initial, None
         if resume is not None and saved_as is not None:
             newest = resume / os.path.relpath(saved_as.newest, saved_as.below or ".")
+            number = number_given(saved_as)
         if first:
             before = None
             if resume is not None and saved_as is not None:
@@ -212,6 +214,7 @@ class Adoption:
             SAVE_DIR: str(directory),
             RESUME_DIR: None if newest is None else str(newest if newest.is_dir() else newest.parent),
             RESUME_PATH: None if newest is None else str(newest),
+            RESUME_STEP: None if number is None else str(number),
         }
         return expand(arguments, values)
 

@@ -13,9 +13,9 @@ from dalsegno.elastic.checkpoint import SavedAs
 
 from .foreign import COUNTED, FILES, Unit
 from .layouts import Complete, FileState
-from .naming import goes_on_from
+from .naming import goes_on_from, series_of
 
-__all__ = ["Behind", "Latest", "SaveSlice", "choose", "names_it", "newest_number"]
+__all__ = ["Behind", "Latest", "SaveSlice", "choose", "names_it", "newest_number", "number_given"]
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,18 @@ def newest_number(series: str, numbers: Mapping[str, int | None], last: int) -> 
     if number is not None:
         return number
     return last if last > 0 else -1
+
+
+def number_given(saved_as: SavedAs) -> int | None:
+    """The number that the script gave what it saved last, in its name or in its file; None: it gave none.
+
+    Where several files were saved last, it is that of all parts, if they agree.
+    """
+    numbers = dict(saved_as.numbers)
+    if (number := numbers.get(series_of(saved_as.newest))) is not None:
+        return number
+    every = {number for number in numbers.values() if number is not None}
+    return every.pop() if len(every) == 1 else None
 
 
 def names_it(text: str, units: Iterable[Complete], directory: str) -> bool:

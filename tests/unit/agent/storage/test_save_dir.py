@@ -40,14 +40,16 @@ Heard = queue.Queue[ev.Event]
         (["--compile", "--init_from=${resume_dir:+resume}"], ["--compile"], ["--compile", "--init_from=resume"]),
         (["--from", "${resume_path:-scratch}"], ["--from", "scratch"], ["--from", "P"]),
         (["-r", "${resume_dir}", "${resume_dir}", "-q"], ["-q"], ["-r", "R", "R", "-q"]),
+        (["--resume-from-step=${resume_step}", "--x"], ["--x"], ["--resume-from-step=100", "--x"]),
+        (["--step", "${resume_step:--1}"], ["--step", "-1"], ["--step", "100"]),
         (["${local_rank}", "${other}", "$save_dir"], ["${local_rank}", "${other}", "$save_dir"], None),
     ],
 )
 def test_macros(arguments: list[str], without: list[str], resumed: list[str] | None) -> None:
     """Without a resume point an argument goes, and the flag that it belongs to."""
-    values: dict[str, str | None] = {"save_dir": "S", "resume_dir": None, "resume_path": None}
+    values: dict[str, str | None] = {"save_dir": "S", "resume_dir": None, "resume_path": None, "resume_step": None}
     assert expand(arguments, values) == tuple(without)
-    values |= {"resume_dir": "R", "resume_path": "P"}
+    values |= {"resume_dir": "R", "resume_path": "P", "resume_step": "100"}
     assert expand(arguments, values) == tuple(without if resumed is None else resumed)
 
 
@@ -181,6 +183,33 @@ def test_who_is_told_where_it_is_needs_no_copy(runs: Callable[..., Run]) -> None
     run.taken = Adoption(run.flags[:1], run.heard.put, looks=True)
     run.next()
     assert [*run.out.iterdir()] == []
+    run.taken.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved", "step"),
+    [
+        (["model_000100.pt", "optim_000100_rank0.pt", "optim_000100_rank1.pt"], "100"),
+        (["a/epoch_0/model.pt"], "0"),
+        (["best.pt", "ckpt_7.pt"], "7"),
+        (["last.pt"], None),
+        (["x_5_rank0.pt", "x_5_rank1.pt", "y_6.pt"], "6"),
+        (["y_6.pt", "x_5_rank0.pt", "x_5_rank1.pt"], None),
+    ],
+)
+def test_who_asks_for_a_step_gets_its_own_number_and_a_copy(
+    runs: Callable[..., Run], saved: list[str], step: str | None
+) -> None:
+    """nanochat builds its files' names from it. A number that only the run counts would be a wrong one."""
+    run = runs("--resume-from-step", "${resume_step}")
+    assert run.next()[1:] == ()
+    for name in saved:
+        save(run.out / name)
+    while len(run.sealed().files) < len(saved):
+        pass
+    assert run.next()[1:] == (() if step is None else ("--resume-from-step", step))
+    assert all((run.out / name).exists() for name in saved)
     run.taken.close()
 
 
