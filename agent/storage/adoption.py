@@ -9,7 +9,6 @@ script never writes into ours, because the next epoch has another directory (`sa
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -24,19 +23,19 @@ from . import old_saves
 from .alone import MainAlone
 from .anew import Resumed
 from .asked import Growth, Request, request
+from .beside import Beside
 from .best_save import BestRule
 from .best_watch import BestWatch
 from .foreign import COUNTED, FoundUnits, Unit, shown, survey
 from .layouts import Complete, FileState, complete, damaged, number_of_unit
-from .naming import is_log
 from .notes import notes_of
 from .patience import LookPatience
-from .present import extent_of, files_of, may_be_there, size_of, states_of
+from .present import extent_of, files_of, may_be_there, states_of
 from .problems import problem_of
 from .slices import Behind, Latest, SaveSlice, choose, newest_number
 from .slots import Slots
-from .strays import strays
 from .taking import Before, Changed, Late, Origin, adopt, is_taken, save_directory, sealed_as
+from .untaken import LARGE_BYTES, Untaken
 from .volume_check import VolumeCheck
 
 __all__ = ["Adopter", "Before", "Origin", "adopt", "save_directory"]
@@ -52,8 +51,6 @@ SHARE = 10
 PATIENCE_LOOKS = 30
 # The most members of a series that are looked at.
 MOST_MEMBERS = 16
-# The least bytes of a file that is not known for a checkpoint and may be one.
-LARGE_BYTES = 1 << 20
 # Seconds between two looks when the script was asked to save, and whether somebody still waits for that.
 _LOOK_WHEN_ASKED_SECONDS = 0.25
 # So much longer, and this process itself was stopped (Ctrl-Z); then so long for a look at what was saved meanwhile.
@@ -114,17 +111,15 @@ class Adopter:
         self._stands: dict[str, tuple[tuple[FileState, ...], float]] = {}
         self._lacks: dict[str, tuple[object, float]] = {}
         self._since: float | None = None
-        # Sizes of large files that are nobody's, as long as nothing else was found.
-        self._others: dict[str, int] | None = {}
+        self._untaken = Untaken(self._root, pattern, lambda text: self._deliver(ev.Remark(text)))
+        self._beside = Beside(self._root)
         self._said: set[str] = set()
         self._late, self._latest = late, late.latest if late is not None else None
         if late is not None:
             self._step, self._numbers = late.step, dict(late.numbers)
             # The first node has said so.
-            self._others, self._said = None, {_BEGAN_ANEW}
-        # The files of the resume point, and whether people know that the script saves among them.
-        self._listed: tuple[str, ...] | None = None
-        self._strays_told = False
+            self._untaken.end()
+            self._said = {_BEGAN_ANEW}
         # Something is new, or has changed: the next look decides.
         self._undecided, self._vanished, self._told = False, False, ""
         # The file system has allowed all of the last look; and seconds that it took, without copying.
@@ -262,7 +257,8 @@ class Adopter:
             series = [self._slots.arrange(members) for members in every if members]
             stood, self._stands = self._stands, {}
             units = [one for members in series if (one := self._newest(members, stood, len(series) == 1)) is not None]
-            self._tell_of_others(found)
+            self._untaken.look(found, self._before.directory if self._before is not None else None)
+            self._beside.look(found, interrupted=self._interrupted)
             self._coming = self._is_growing(found)
             self._took = time.monotonic() - began
             return self._consider(units, found) and self._calm
@@ -389,10 +385,10 @@ class Adopter:
                 if other:  # Its own word may come when the next world has been opened without this node.
                     self._tell_sealed(sealed_as(self._run_dir, piece.step, self._world.epoch))
                 return True
-        notes = () if piece.below else notes_of(self._root, piece, found)
+        notes = ((), ()) if piece.below else (notes_of(self._root, piece, found), self._beside.of(piece))
         try:
             saved_as = piece.saved_as(found.links)
-            own = (piece, saved_as, self._run_dir, self._world, self._origin, notes, self._before, self._volume)
+            own = (piece, saved_as, self._run_dir, self._world, self._origin, *notes, self._before, self._volume)
             manifest = adopt(*own) if self._best is None else adopt(*own, self._best.judged)
         except (Changed, FileNotFoundError):
             raise
@@ -454,43 +450,6 @@ class Adopter:
         if all(self._known.get(file.name) == file for file in one.files):
             return self._numbers.get(one.unit.series, self._resumed.get(one.unit.series))
         return number_of_unit(self._root, one)
-
-    def _tell_of_others(self, found: FoundUnits) -> None:
-        """Says once, at the first save, that nothing which the script saved is taken for a checkpoint."""
-        if found.units or self._others is None:
-            self._others = None
-            return
-        self._tell_of_strays()
-        sizes = {name: size for name in found.other if (size := size_of(self._root / name)) >= LARGE_BYTES}
-        saved = [name for name, size in sizes.items() if not is_log(name) and self._others.get(name) == size]
-        self._others = sizes
-        if saved:
-            self._others = None
-            matching = f", nor does it match --checkpoint-glob={printable(self._pattern)}" if self._pattern else ""
-            self._deliver(
-                ev.Remark(
-                    f"the script saved {shown(saved)}, which is not known for a checkpoint{matching}: nothing is kept "
-                    "through a change of the world; name its checkpoints, relative to ${save_dir}, with "
-                    "--checkpoint-glob"
-                )
-            )
-
-    def _tell_of_strays(self) -> None:
-        """Says once that the script saves where it resumed from, where nothing is taken."""
-        if self._before is None or self._strays_told or not os.path.lexists(self._before.directory):
-            return
-        directory = self._before.directory
-        if self._listed is None:
-            self._listed = tuple(entry.path for entry in Manifest.read(directory).files)
-        saved = [name for name in strays(directory, self._listed) if size_of(directory / name) >= LARGE_BYTES]
-        if saved:
-            self._strays_told = True
-            self._deliver(
-                ev.Remark(
-                    f"the script saved {shown(saved)} into {directory.name}, from which it resumed: nothing is taken "
-                    "there; it must save below ${save_dir}"
-                )
-            )
 
     def _complain(self, path: str, problem: str) -> None:
         """Warns once of a problem, even if the next checkpoint has the same."""

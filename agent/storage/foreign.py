@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dalsegno.elastic.checkpoint.errors import printable
 
-from .naming import is_data, matches, number_of, series_of, unversioned
+from .naming import is_data, is_setting, matches, number_of, series_of, unversioned
 
 __all__ = [
     "ACCELERATE",
@@ -88,12 +88,14 @@ class FoundUnits:
         links: links and what they lead to, both relative to the script's directory; those that lead out are not here.
         notes: small files, which may name a checkpoint: `latest`, `latest_checkpointed_iteration.txt`.
         other: other files, which are nobody's checkpoint.
+        settings: those of them that may be needed to load one; none where a pattern says what is one.
     """
 
     units: list[Unit] = field(default_factory=list)
     links: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
 
     def series(self) -> list[list[Unit]]:
         """The units of each series, newest first. Where there are checkpoints that count steps, only these."""
@@ -154,6 +156,8 @@ class _Walk:
                 self.found.notes.append(path)
             elif not entry.name.startswith("."):
                 self.found.other.append(path)
+                if not self._pattern and is_setting(entry.name):
+                    self.found.settings.append(path)
         if not self._pattern and _layout("", names) in (ACCELERATE, DISTCP):
             # The script's directory itself, or another without a number: what numbers there are, are of ranks.
             every = [*data, *(path for path in (f"{where}.metadata",) if os.path.lexists(self._root / path))]

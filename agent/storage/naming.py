@@ -16,6 +16,7 @@ __all__ = [
     "is_data",
     "is_log",
     "is_pattern",
+    "is_setting",
     "is_unfinished",
     "matches",
     "number_of",
@@ -49,6 +50,10 @@ _NO_DATA = re.compile(
     re.DOTALL,
 )
 _UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete")
+# Endings of what a script may need to load a checkpoint.
+_SETTINGS = frozenset(("json", "yaml", "yml", "toml", "ini", "cfg", "txt", "py"))
+# Words in the names of those that are logs.
+_OF_LOGS = frozenset(("log", "logs", "stdout", "stderr", "nohup"))
 _LOG = re.compile(r".*\.(?:log|out|err|csv|tsv|jsonl|wandb|png|jpe?g|gif|svg|pdf|html)", re.DOTALL)
 
 
@@ -67,6 +72,13 @@ def is_log(path: str) -> bool:
     """Whether a file that is no checkpoint is one of those that a training writes beside its checkpoints."""
     name = path.rpartition("/")[2].lower()
     return "tfevents" in name or name.startswith(".") or bool(_LOG.fullmatch(name))
+
+
+def is_setting(name: str) -> bool:
+    """Whether a file that is no checkpoint may be what a script needs to load one: its settings, a vocabulary, code."""
+    words = re.split("[^a-z]+", name.lower())
+    is_of_a_log = name.startswith(".") or not _OF_LOGS.isdisjoint(words)
+    return words[-1] in _SETTINGS and not is_of_a_log and name.isprintable()
 
 
 def number_of(name: str, *, directory: bool = False) -> int | None:

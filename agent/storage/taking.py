@@ -27,6 +27,7 @@ from dalsegno.elastic.checkpoint import (
     is_checkpoint_name,
     seal,
 )
+from dalsegno.elastic.checkpoint.errors import is_full
 from dalsegno.elastic.checkpoint.files import copy_file, place_file
 from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.elastic.checkpoint.reading import is_there
@@ -131,6 +132,7 @@ def adopt(
     world: control_pb2.World,
     origin: Origin,
     notes: Iterable[FileState] = (),
+    beside: Iterable[FileState] = (),
     before: Before | None = None,
     volume: VolumeCheck | None = None,
     judge: Judge = _no_metric,
@@ -141,6 +143,7 @@ def adopt(
         piece, saved_as: what is taken.
         run_dir, world, origin: see `Adopter`.
         notes: small files that belong to it.
+        beside: others that it may need; those that change meanwhile are left out.
         before: files that did not change since then are taken from there.
         volume: the volume as it was when the epoch began; None: as it is now.
         judge: says which is the best one. It is asked late, as the script may note a value while its files are copied.
@@ -155,9 +158,10 @@ def adopt(
     volume = volume or VolumeCheck(run_dir)
     target.mkdir()
     try:
-        every = (*piece.files, *notes)
-        _take(save_directory(run_dir, world.epoch), every, target, saved_as.below, before)
-        volume.wait_listed(target, {_inside(file.name, saved_as.below) for file in every})
+        root, every = save_directory(run_dir, world.epoch), (*piece.files, *notes)
+        taken = _take_beside(root, beside, target)
+        _take(root, every, target, saved_as.below, before)
+        volume.wait_listed(target, {_inside(file.name, saved_as.below) for file in (*every, *taken)})
         resumed = world.resume.source.ref if world.HasField("resume") else None
         metric, best = judge(name, piece.step, dict(piece.numbers))
         manifest = Manifest(
@@ -215,6 +219,29 @@ def _take(root: Path, files: tuple[FileState, ...], target: Path, below: str, be
         # A script may take the newest of several.
         os.utime(copy, ns=(now.st_atime_ns, file.written))
         os.replace(copy, link)
+
+
+def _take_beside(root: Path, files: Iterable[FileState], target: Path) -> tuple[FileState, ...]:
+    """Copies those that stay as they are, and returns them: no checkpoint waits for one that is written all the time.
+
+    Raises:
+        OSError: there is no room.
+    """
+    taken = []
+    for file in files:
+        copy = target / file.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            copy_file(root / file.name, copy)
+            if state_of(root, [file.name]) == (file,):
+                os.utime(copy, ns=(file.written, file.written))
+                taken.append(file)
+                continue
+        except OSError as error:
+            if is_full(error):
+                raise
+        copy.unlink(missing_ok=True)
+    return tuple(taken)
 
 
 def _inside(name: str, below: str) -> str:

@@ -14,6 +14,7 @@ from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.storage import adoption, job_directory, save_dir
 from dalsegno.agent.storage.save_dir import Adoption
 from dalsegno.agent.storage.strays import set_aside, strays
+from dalsegno.agent.storage.untaken import LARGE_BYTES
 from dalsegno.elastic.checkpoint import Manifest, inventory, verify, verify_listing
 from dalsegno.elastic.universal import EnvironmentFailed, conversion
 from dalsegno.protos import control_pb2, worker_pb2
@@ -151,7 +152,7 @@ def test_a_script_that_saves_where_it_resumed_is_told_so(tmp_path: Path, monkeyp
     taken, heard = begun(tmp_path, monkeypatch, of, ORIGIN)
     (sealed / "run.log").write_text("words")
     (sealed / "step_20").mkdir()
-    (sealed / "step_20" / "model.pt").write_bytes(bytes(adoption.LARGE_BYTES))
+    (sealed / "step_20" / "model.pt").write_bytes(bytes(LARGE_BYTES))
     said = heard.get(timeout=20)
     assert isinstance(said, ev.Remark)
     assert said.text.startswith(f"the script saved step_20/model.pt into {sealed.name}, from which it resumed")
