@@ -33,12 +33,19 @@ _WORD = "(?:^|(?<=[^a-z])|(?<=[0-9]))"
 _STEP = re.compile(rf"{_WORD}(?:global[-_]?)?(?:steps?|iter(?:ation)?s?|it|updates?|batch)[-_=.]?{_DIGITS}(?![0-9])")
 _PASS = re.compile(rf"{_WORD}(?:epochs?|ep)[-_=.]?{_DIGITS}(?![0-9])")
 _SAVE = re.compile(rf"{_WORD}(?:checkpoint|ckpt|chkpt|cp|snapshot|save|model|state)s?[-_=.]?{_DIGITS}(?![0-9.])")
+# Right behind the word, where an ending follows. Two networks are `model1.pt` and `model2.pt`.
+_GLUED = re.compile(
+    rf"{_WORD}(?:(?:checkpoint|ckpt|chkpt|snapshot)s?|(?:model|state)s?(?=[0-9]{{2}})){_DIGITS}(?![0-9.])"
+)
+# fairseq's names have the pass, then the steps. Few ranks have so large numbers.
+_PASS_AND_STEPS = re.compile(rf"checkpoint_{_DIGITS}_([0-9]{{3,15}})")
 _BARE = re.compile(rf"(?:^|[-_=.]){_DIGITS}$")
 # What has a number and is no step.
 _PARTS = re.compile(
     rf"{_WORD}(?:rank|proc(?:ess)?|gpu|node|worker|shard|part|mp|dp|tp|pp|ep_rank|local|seed|version|v|run|exp)s?"
     r"[-_=.]?[0-9]+(?:[-_]?of[-_]?[0-9]+)?|[0-9]+[-_]?of[-_]?[0-9]+"
 )
+_LAST = frozenset(("last", "latest"))
 _RANK = re.compile(rf"{_WORD}(?:rank|proc(?:ess)?)[-_=.]?([0-9]{{1,9}})")
 _FLOAT = re.compile(r"[0-9]+\.[0-9]+(?:e[-+]?[0-9]+)?")
 _VERSION = re.compile(r"-v[0-9]+(?=\.[A-Za-z]+$)")
@@ -89,15 +96,17 @@ def number_of(name: str, *, directory: bool = False) -> int | None:
         directory: it names a directory: then there must be a word for what is counted, or nothing but the number.
     """
     text = _PARTS.sub("", name.lower())
+    stem = text if directory else _stem(text)
+    if (match := _PASS_AND_STEPS.fullmatch(stem)) and int(match[1]) < int(match[2]):
+        return int(match[2])
     for word in (_STEP, _PASS, _SAVE):
         if match := word.search(text):
             return int(match[1])
     if directory:
         return int(name) if name.isascii() and name.isdecimal() and int(name) < LARGEST else None
-    stem = text[: -len(_ending(text))] if _ending(text) else text
     if _FLOAT.search(stem):
         return None  # a loss
-    match = _BARE.search(stem.rstrip("-_=."))
+    match = _GLUED.search(stem) or _BARE.search(stem.rstrip("-_=."))
     return int(match[1]) if match else None
 
 
@@ -116,11 +125,11 @@ def series_of(path: str) -> str:
 def goes_on_from(paths: Sequence[str]) -> str:
     """The one of several files without a number that a script goes on from; "": they are a checkpoint only together.
 
-    It is the one beside copies that are kept as the best, or the one that is just called the last.
+    It is the one beside copies that are kept as the best, or the one that is called the last.
     """
     words = {path: re.split("[^a-z]+", path.rpartition("/")[2].lower()) for path in paths}
     going_on = [path for path in paths if "best" not in words[path]]
-    last = [path for path in going_on if words[path][0] in ("last", "latest")]
+    last = [path for path in going_on if not _LAST.isdisjoint(words[path])]
     found = going_on if len(going_on) == 1 else last
     return found[0] if len(found) == 1 else ""
 
@@ -130,10 +139,9 @@ def unversioned(path: str) -> str:
     return _VERSION.sub("", path)
 
 
-def _ending(name: str) -> str:
-    """`.tar.gz` or `.pt` of a file; a number behind the last dot is none."""
-    match = re.search(r"(?:\.[a-z][a-z0-9]*)+$", name)
-    return match[0] if match else ""
+def _stem(name: str) -> str:
+    """A file's name without `.tar.gz` or `.pt`; a number behind the last dot is no ending."""
+    return re.sub(r"(?:\.[a-z][a-z0-9]*)+$", "", name)
 
 
 def is_pattern(text: str) -> bool:

@@ -246,6 +246,20 @@ def test_the_file_that_was_saved_last_is_the_one_beside_the_best(runs: Callable[
 
 
 @pytest.mark.slow
+def test_fairseqs_files_are_each_a_checkpoint(runs: Callable[..., Run]) -> None:
+    """All that it ever saved was one, which each save made larger, and a script that got a path got a directory."""
+    run = runs("--resume", "${resume_path}")
+    for number, name in enumerate(("checkpoint1", "checkpoint2", "checkpoint3", "checkpoint_best", "checkpoint_last")):
+        save(run.directory / "e1" / f"{name}.pt")
+        os.utime(run.directory / "e1" / f"{name}.pt", (number, number))
+    run.next()
+    kept = run.sealed()
+    assert [one.path for one in kept.files] == ["checkpoint3.pt", "checkpoint_best.pt", "checkpoint_last.pt"]
+    assert run.next()[1:] == ("--resume", str(run.directory / kept.name / "checkpoint_last.pt"))
+    run.taken.close()
+
+
+@pytest.mark.slow
 def test_what_belongs_together_is_one_checkpoint(runs: Callable[..., Run]) -> None:
     """The newest of each series, with notes that name it; what did not change is not copied again."""
     run = runs()
