@@ -27,6 +27,7 @@ from .beside import Beside
 from .best_save import BestRule
 from .best_watch import BestWatch
 from .foreign import COUNTED, FoundUnits, Unit, shown, survey
+from .halves import Halves, is_parted
 from .layouts import Complete, FileState, complete, damaged, number_of_unit
 from .notes import notes_of
 from .patience import LookPatience
@@ -113,6 +114,7 @@ class Adopter:
         self._since: float | None = None
         self._untaken = Untaken(self._root, pattern, lambda text: self._deliver(ev.Remark(text)))
         self._beside = Beside(self._root)
+        self._halves = Halves(self._root, PATIENCE_LOOKS * LOOK_EVERY_SECONDS)
         self._said: set[str] = set()
         self._late, self._latest = late, late.latest if late is not None else None
         if late is not None:
@@ -256,6 +258,7 @@ class Adopter:
             every = [self._resume.beside(one, taken=one[0].series in self._numbers) for one in found.series()]
             series = [self._slots.arrange(members) for members in every if members]
             stood, self._stands = self._stands, {}
+            self._halves.begin(found)
             units = [one for members in series if (one := self._newest(members, stood, len(series) == 1)) is not None]
             self._untaken.look(found, self._before.directory if self._before is not None else None)
             self._beside.look(found, interrupted=self._interrupted)
@@ -301,6 +304,7 @@ class Adopter:
             else:
                 if isinstance(one, Complete) and self._late is not None and (torn := damaged(self._root, one.files)):
                     self._complain(unit.path, f"{torn} is not whole: its node was lost while it was written")
+                    self._halves.note(unit)
                 elif isinstance(one, Complete):
                     self._lacks.pop(unit.path, None)
                     files, since = stood.get(unit.path, ((), 0.0))
@@ -316,6 +320,7 @@ class Adopter:
                         break
                 elif number == 0:
                     self._lacking(unit, one)
+                    self._halves.note(unit)
         return newest
 
     def _stands_still(self, units: Iterable[Complete], sure: bool) -> bool:
@@ -357,19 +362,23 @@ class Adopter:
         if piece is None:
             self._since = None
             return True
-        if self._interrupted and not self._trusting and not all(one.sure for one in piece.changed):
+        nobody_writes = self._interrupted and not self._trusting
+        parted = is_parted(piece, {**self._resumed, **self._numbers})
+        if nobody_writes and (parted or not all(one.sure for one in piece.changed)):
+            return True
+        if self._halves.waits(piece):
+            # It may be written for minutes.
+            self._undecided, self._since = not nobody_writes, None
+            if self._halves.never_end():
+                self._tell_of_restless(piece)
             return True
         now = time.monotonic()
         self._since = self._since if self._since is not None else now
-        if not self._stands_still(piece.units, piece.sure):
+        if not self._stands_still(piece.units, piece.sure and not parted):
             # A caller of `settle` makes the look come early, and waits for it no longer than that.
             self._undecided = now - self._since <= PATIENCE_LOOKS * LOOK_EVERY_SECONDS
             if not self._undecided:
-                self._complain(
-                    shown(piece.newest.unit.names) or piece.newest.unit.path,
-                    "it, or what was saved beside it, changes all the time, and is never known to be whole; save less "
-                    "often, or name with --checkpoint-glob what is a checkpoint",
-                )
+                self._tell_of_restless(piece)
             return True
         if self._best is not None and not self._best.knows_earlier(self._interrupted):
             self._undecided = True
@@ -406,6 +415,7 @@ class Adopter:
         new = [file for unit in piece.changed for file in unit.files if self._known.get(file.name) != file]
         self._known = {file.name: file for file in piece.files}
         self._slots.took(piece.files)
+        self._halves.took()
         self._latest = Latest(piece.newest.unit.series, piece.newest.written) if piece.below else None
         self._ranks = max(self._ranks, *(one.ranks for one in piece.changed))
         changed = {one.unit.series for one in piece.changed}
@@ -450,6 +460,13 @@ class Adopter:
         if all(self._known.get(file.name) == file for file in one.files):
             return self._numbers.get(one.unit.series, self._resumed.get(one.unit.series))
         return number_of_unit(self._root, one)
+
+    def _tell_of_restless(self, piece: SaveSlice) -> None:
+        self._complain(
+            shown(piece.newest.unit.names) or piece.newest.unit.path,
+            "it, or what was saved beside it, changes all the time, and is never known to be whole; save less "
+            "often, or name with --checkpoint-glob what is a checkpoint",
+        )
 
     def _complain(self, path: str, problem: str) -> None:
         """Warns once of a problem, even if the next checkpoint has the same."""
