@@ -87,6 +87,8 @@ class Cards:
         So only what they are done with may be read.
         """
         with contextlib.ExitStack() as streams:
+            # A new thread's card is the first one, and going back to that would make a context there: half a gigabyte.
+            streams.enter_context(torch.cuda.device(self._devices[0]))
             for stream in self._own:
                 streams.enter_context(torch.cuda.stream(stream))
             yield

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dalsegno.protos.processes import Process
 from dalsegno.protos.text import one_line
 
-from . import beside, calls, durable, forming, liveness, membership, orders, remarks, running, unfetched, waits
+from . import beside, calls, durable, forming, growing, liveness, membership, orders, remarks, running, unfetched, waits
 from .events import Called, Event, Reply, StreamClosed, StreamOpened, Tick
 from .invariants import check
 from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
@@ -71,7 +71,7 @@ def recover(
     live.held_until = {name: now + pause for name, pause in job.holds.items()}
     # No name counts as lost lately; from now on losses are counted again.
     live.lost_at = {name: [now - membership.LOSS_WINDOW_SECONDS] for name in job.losses}
-    live.grow_hold_until = now + forming.growth_hold(job.conversion_failures)
+    live.grow_hold_until = now + growing.growth_hold(job.conversion_failures)
     live.conversion = ConversionLife(LeaseLife(now), retry_at=now)
     live.verification = VerificationLife(now)
     if job.run.growths:

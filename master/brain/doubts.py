@@ -30,8 +30,10 @@ def doubt(turn: Turn, record: Checkpoint, node: Node, why: str) -> None:
         return
     step.doubted.add(node.incarnation)
     step.needs_all = True
-    step.hold(node.incarnation, ())
-    step.looking[node.incarnation] = turn.heard
+    # Who has told already that it has nothing left does not look, and says no more.
+    if node.incarnation in step.by_node:
+        step.hold(node.incarnation, ())
+        step.looking[node.incarnation] = turn.heard
     turn.notice(f"{node.name} cannot load {record.name} from its memory ({why}): other copies of it are tried", True)
 
 

@@ -11,6 +11,7 @@ from . import (
     durable,
     ending,
     failures,
+    growing,
     memory,
     places,
     refusals,
@@ -39,9 +40,6 @@ from .scaling import has_shrunk
 from .state import Checkpoint, Ending, Job, Member, MemberState, NextWorld, Node, Opened, Phase, Recollection, World
 from .turn import Turn, about, names, of_nodes
 
-# Seconds without a growth after a conversion for one has failed; they double.
-GROW_HOLD_SECONDS = 30.0
-MAX_GROW_HOLD_SECONDS = 600.0
 # The quiet time starts anew with each arrival, but all of it together takes at most so many quiet times and seconds.
 QUIET_TIMES = 20.0
 LEAST_QUIET_SECONDS = 20.0
@@ -104,7 +102,7 @@ def forming(turn: Turn) -> bool:
         return moved
     if beside.holds(turn, gathered):
         return moved
-    if not gate_open(turn, resume, candidate):
+    if shut := not gate_open(turn, resume, candidate):
         # A conversion that was blocked just now may lead to WAITING.
         moved = moved or (is_blocked(turn) and not stuck and not old_shape(turn, resume, ready))
         candidate = fallback(turn, resume, ready) if gathered else []
@@ -112,6 +110,8 @@ def forming(turn: Turn) -> bool:
         announcements.unexplained(turn, now=True)
     if gathered and candidate and not failures.count(turn) and not failures.pauses(turn):
         if places.fits(turn, resume, candidate := places.arranged(turn, resume, candidate)):
+            if shut and resume is not None:
+                growing.hold_growth(turn, resume)
             open_world(turn, candidate, resume)
         return True
     return moved or ending.is_under_way(turn)
@@ -306,33 +306,10 @@ def old_shape(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[
 
 
 def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
-    """The world of the old shape, if nobody can convert, or write to the disk what is to be converted.
-
-    Further growth is held for a doubling time.
-    """
-    job = turn.job
-    unwritten = resume is not None and resume.parts > 0 and durable.cannot_write(turn, resume)
-    if resume is None or not (is_blocked(turn) or unwritten):
+    """The world of the old shape, if nobody can convert, or write to the disk what is to be converted."""
+    if resume is None or not (is_blocked(turn) or growing.is_unwritten(turn, resume)):
         return []
-    nodes = old_shape(turn, resume, ready)
-    # If no conversion can ever succeed, neither can one of later checkpoints: no growth begins again, see
-    # `wants_to_grow`.
-    if nodes and not conversion.is_vain(turn):
-        reason = job.conversion.reason if job.conversion is not None else ""
-        if unwritten:
-            reason = beside.UNWRITTEN
-            turn.live.held.step(resume).urgent = False
-        job.conversion_failures += 1
-        hold = growth_hold(job.conversion_failures)
-        text = f"nobody could convert {resume.name} ({reason}): going on in its old shape"
-        turn.notice(f"{text}; a growth is tried again after {hold:.0f} s", True)
-        turn.live.grow_hold_until = turn.now + hold
-    return nodes
-
-
-def growth_hold(failures: int) -> float:
-    """Seconds without a growth after so many failed conversions for one in a row."""
-    return min(GROW_HOLD_SECONDS * 2.0 ** (failures - 1), MAX_GROW_HOLD_SECONDS) if failures else 0.0
+    return old_shape(turn, resume, ready)
 
 
 def is_blocked(turn: Turn) -> bool:

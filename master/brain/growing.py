@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dalsegno.protos.contract import GROW_SOON_SECONDS
 
-from . import announcements, beside, shapes, waits
+from . import announcements, beside, conversion, durable, shapes, waits
 from .checkpoints import only_size, resume_point
 from .membership import counts, may_call_session, members_of, newcomers, select
-from .state import MemberState, Node
+from .state import Checkpoint, MemberState, Node
 from .turn import Turn, names, of_nodes, world_of
 
 # Seconds after the newcomers' Join, and after the first step, from which nodes that are not warm are taken as they are.
@@ -19,6 +19,9 @@ GROW_WAIT_SECONDS = 300.0
 # The auto grow interval: this many times the cost of the last growth, at most MAX_GROW_SECONDS seconds.
 GROW_FACTOR = 20.0
 MAX_GROW_SECONDS = 60.0
+# Seconds without a growth after a conversion for one has failed; they double.
+GROW_HOLD_SECONDS = 30.0
+MAX_GROW_HOLD_SECONDS = 600.0
 
 
 def wants_to_grow(turn: Turn) -> bool:
@@ -153,3 +156,32 @@ def grow_interval(turn: Turn) -> float:
     if job.settings.grow_interval >= 0:
         return job.settings.grow_interval
     return min(MAX_GROW_SECONDS, GROW_FACTOR * job.run.growth_cost_seconds) if job.run.growths else 0.0
+
+
+def is_unwritten(turn: Turn, resume: Checkpoint) -> bool:
+    """It is in memory, and nobody can write it to the disk."""
+    return resume.parts > 0 and durable.cannot_write(turn, resume)
+
+
+def hold_growth(turn: Turn, resume: Checkpoint) -> None:
+    """The world that opens has the old shape: further growth is held for a doubling time.
+
+    If no conversion can ever succeed, neither can one of later checkpoints, and no growth begins again.
+    """
+    job = turn.job
+    if conversion.is_vain(turn):
+        return
+    reason = job.conversion.reason if job.conversion is not None else ""
+    if is_unwritten(turn, resume):
+        reason = beside.UNWRITTEN
+        turn.live.held.step(resume).urgent = False
+    job.conversion_failures += 1
+    hold = growth_hold(job.conversion_failures)
+    text = f"nobody could convert {resume.name} ({reason}): going on in its old shape"
+    turn.notice(f"{text}; a growth is tried again after {hold:.0f} s", True)
+    turn.live.grow_hold_until = turn.now + hold
+
+
+def growth_hold(failures: int) -> float:
+    """Seconds without a growth after so many failed conversions for one in a row."""
+    return min(GROW_HOLD_SECONDS * 2.0 ** (failures - 1), MAX_GROW_HOLD_SECONDS) if failures else 0.0

@@ -148,6 +148,7 @@ def test_only_the_current_cards_generator_is_saved(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *device: asked.append(device) or state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: asked.append(given))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.delattr(torch._C, "_cuda_hasPrimaryContext", raising=False)
     rng.restore(rng.capture())
     assert asked[0] == ()
     assert len(asked[1]) == 1

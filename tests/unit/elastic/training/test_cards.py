@@ -103,6 +103,7 @@ class FakeStreams:
     def __init__(self) -> None:
         self.made = list[tuple[torch.device, int]]()
         self.current = list[Any]()
+        self.cards = list[torch.device]()
 
     def make(self, device: torch.device, priority: int = 0) -> Any:
         self.made.append((device, priority))
@@ -110,9 +111,16 @@ class FakeStreams:
 
     @contextlib.contextmanager
     def within(self, stream: Any) -> Iterator[None]:
+        assert self.cards, "leaving it would make a context on the first card"
         self.current.append(stream)
         yield
         self.current.remove(stream)
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        self.cards.append(device)
+        yield
+        self.cards.remove(device)
 
 
 @pytest.fixture
@@ -121,6 +129,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
     monkeypatch.setattr(torch.cuda, "Stream", found.make)
     monkeypatch.setattr(torch.cuda, "stream", found.within)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", found.on)
     return found
 
 

@@ -1348,7 +1348,7 @@ def began_everywhere(count: int) -> tuple[Driven, list[Node], pb.Checkpoint]:
     job, nodes = started(count, max_nodes=8)
     nodes[0].save(10, any_size=True)
     made = held(job, nodes, 20)
-    nodes[1].failed()
+    nodes[-1].failed()
     job.wait(0.1)
     for node in nodes:
         node.holds(made, *range(count))
@@ -1413,6 +1413,15 @@ def test_what_nodes_still_look_at_is_not_lost(seconds: float) -> None:
     job.wait(1)
     assert nodes[0].directive.run.resume.source.ref.name == made.ref.name
     assert "going back" not in job.notices
+
+
+def test_a_node_that_had_nothing_left_before_it_told_of_damage_is_not_waited_for() -> None:
+    """So it is where the damage is found as the step is written to the disk: what it has is told first."""
+    job, nodes, made = began_everywhere(1)
+    nodes[0].holds(made)
+    nodes[0].bad(made.ref)
+    job.wait(LOST_AFTER_SECONDS + 2)
+    assert f"{made.ref.name} was in memory only" in job.notices
 
 
 @pytest.mark.parametrize("then", ["gone", "nothing", "silence"])
