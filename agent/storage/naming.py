@@ -30,7 +30,9 @@ LARGEST = 10**15
 _DIGITS = "0*([0-9]{1,15})"
 # Behind a letter that is no part of the word there would be another word.
 _WORD = "(?:^|(?<=[^a-z])|(?<=[0-9]))"
-_STEP = re.compile(rf"{_WORD}(?:global[-_]?)?(?:steps?|iter(?:ation)?s?|it|updates?|batch)[-_=.]?{_DIGITS}(?![0-9])")
+_STEP = re.compile(
+    rf"{_WORD}(?:global[-_]?)?(?:steps?|iter(?:ation)?s?|it|updates?|ba(?:tch)?)[-_=.]?{_DIGITS}(?![0-9])"
+)
 _PASS = re.compile(rf"{_WORD}(?:epochs?|ep)[-_=.]?{_DIGITS}(?![0-9])")
 _SAVE = re.compile(rf"{_WORD}(?:checkpoint|ckpt|chkpt|cp|snapshot|save|model|state)s?[-_=.]?{_DIGITS}(?![0-9.])")
 # Right behind the word, where an ending follows. Two networks are `model1.pt` and `model2.pt`.

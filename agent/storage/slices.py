@@ -135,8 +135,9 @@ def choose(
         if latest is not None and latest.follows(one):
             continue
         least = taken if taken is not None else before
-        # The same name again is the same step. The same number in another file may be a coarse count.
-        if number is None or least is None or number > least or (unit.number is None and number == least):
+        # The same name again is the same step. The same number in another file may be a coarse count, or its rest.
+        same = number == least and (unit.number is None or (taken is not None and one.has_more(known)))
+        if number is None or least is None or number > least or same:
             new.append((one, number))
     if not new:
         return None

@@ -1,0 +1,76 @@
+"""What of a script's saves is new to the run, by names and numbers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dalsegno.agent.storage.foreign import survey
+from dalsegno.agent.storage.layouts import Complete, FileState, complete
+from dalsegno.agent.storage.slices import SaveSlice, choose
+
+from .test_adoption import states
+
+
+class Run:
+    """What it has taken of a script's directory."""
+
+    def __init__(self, root: Path, resumed: dict[str, int | None] | None = None) -> None:
+        self.root, self.resumed, self.step = root, resumed or {}, 0
+        self.known: dict[str, FileState] = {}
+        self.numbers: dict[str, int | None] = {}
+
+    def look(self) -> list[str]:
+        """The files that it takes now; empty: nothing is new."""
+        every = [complete(self.root, members[0], 2) for members in survey(self.root).series()]
+        units = [one for one in every if isinstance(one, Complete)]
+        piece = choose(units, self.known, self.numbers, self.resumed, {}, self.step)
+        if piece is None:
+            return []
+        assert isinstance(piece, SaveSlice)
+        self.known, self.step = {file.name: file for file in piece.files}, piece.step
+        self.numbers |= dict(piece.numbers)
+        return sorted(self.known)
+
+
+def test_composers_names_count_its_batches(tmp_path: Path) -> None:
+    """Their pass stays the same in all of a pretraining. In the next epoch nothing but the name can tell."""
+    run = Run(tmp_path)
+    for batch in (100, 200):
+        states(tmp_path, f"ep0-ba{batch}-rank0.pt")
+        assert run.look() == [f"ep0-ba{batch}-rank0.pt"]
+    resumed = Run(tmp_path / "e2", run.numbers)
+    states(tmp_path / "e2", "ep0-ba300-rank0.pt")
+    assert resumed.look() == ["ep0-ba300-rank0.pt"]
+
+
+def test_another_file_with_the_same_number_is_new(tmp_path: Path) -> None:
+    """The number may be a coarse count that stands in front of a finer one. The same file again is the same step."""
+    run = Run(tmp_path)
+    for name in ("epoch0-n10.pt", "epoch0-n20.pt"):
+        for old in tmp_path.iterdir():
+            old.unlink()
+        states(tmp_path, name)
+        assert run.look() == [name]
+        assert run.look() == []
+    states(tmp_path, "epoch0-n20.pt")
+    assert run.look() == []
+    resumed = Run(tmp_path / "e2", run.numbers)
+    states(tmp_path / "e2", "epoch0-n5.pt")
+    assert resumed.look() == [], "a script that began anew has this number, too"
+
+
+def test_a_directory_that_gets_its_optimizer_late_is_taken_again(tmp_path: Path) -> None:
+    """As FSDP gathers the optimizer's state, no file changes. Pictures and tables come late, too, and are no data."""
+    run = Run(tmp_path)
+    states(tmp_path / "step_100", "model.pt")
+    assert run.look() == ["step_100/model.pt"]
+    (tmp_path / "step_100" / "results.json").write_text("{}")
+    (tmp_path / "step_100" / "sample.png").write_bytes(b"x")
+    assert run.look() == []
+    states(tmp_path / "step_100", "optimizer.pt")
+    assert {"step_100/model.pt", "step_100/optimizer.pt"} <= {*run.look()}
+    states(tmp_path / "step_100", "model.pt")
+    assert run.look() == []
+    states(tmp_path / "step_200", "model.pt", "optimizer.pt")
+    assert run.look() == ["step_200/model.pt", "step_200/optimizer.pt"]
+    assert run.step == 200
