@@ -12,6 +12,7 @@ from functools import lru_cache
 
 __all__ = [
     "LARGEST",
+    "counts_progress",
     "goes_on_from",
     "is_data",
     "is_log",
@@ -117,6 +118,12 @@ def ranks_of(names: Iterable[str]) -> set[int]:
     count."""
     named = (_RANK.search(name.lower()) for name in names if "rng" not in name and "random" not in name)
     return {int(match[1]) for match in named if match}
+
+
+def counts_progress(name: str) -> bool:
+    """Whether a file's name has a word for steps or passes at its number, which is no rank's then."""
+    text = _PARTS.sub("", name.lower())
+    return any(word.search(text) for word in (_STEP, _PASS))
 
 
 def series_of(path: str) -> str:

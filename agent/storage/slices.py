@@ -180,8 +180,8 @@ def names_it(text: str, units: Iterable[Complete], directory: str) -> bool:
     """Whether a note names a checkpoint: by its name, its path, or its number."""
     words = set()
     for one in units:
-        path = one.unit.path
-        words |= {path, path.rpartition("/")[2], f"{directory}/{path}", f"./{path}"}
+        for path in (one.unit.path, *one.unit.names):
+            words |= {path, path.rpartition("/")[2], f"{directory}/{path}", f"./{path}"}
         if one.unit.number is not None:
             words.add(str(one.unit.number))
     return text.strip() in words

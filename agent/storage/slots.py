@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .foreign import FILES, Unit
 from .layouts import FileState, is_torn, number_of_file, state_of
-from .naming import number_of
+from .naming import counts_progress, number_of
 
 __all__ = ["Slots"]
 
@@ -78,6 +78,8 @@ class Slots:
         if size < 2 or numbers not in (list(range(size)), list(range(1, size + 1))):
             return False
         series = members[0].series
+        if any(counts_progress(name.rpartition("/")[2]) for name in members[0].names):
+            return False
         if series not in self._of_ranks and len({self._number_in(name) for one in members for name in one.names}) == 1:
             self._of_ranks.add(series)
         return series in self._of_ranks

@@ -129,3 +129,20 @@ def test_the_next_world_knows_that_they_are_written_in_turn(script: Script, step
         problem = script.heard.get(timeout=20)
         assert isinstance(problem, ev.ManifestRead)
         assert "older than the resume point" in problem.message
+
+
+@pytest.mark.parametrize("name", ["epoch_{}.pth", "net_epoch={}.pt", "step-{}.pt", "ep0-ba{}.pt"])
+def test_names_that_count_passes_are_of_no_ranks(script: Script, name: str) -> None:
+    """MMEngine has its epoch deeper in the file, a plain state has none. A note of the newest is its own."""
+    for epoch in (1, 2):
+        (script.out / "last_checkpoint").write_text(str(script.out / name.format(epoch)))
+        script.save(name.format(epoch), meta={"epoch": epoch})
+        assert script.next() == sorted(["last_checkpoint", name.format(epoch)])
+
+
+def test_a_note_of_one_of_several_files(script: Script) -> None:
+    """They are one checkpoint together, and it names what a script goes on from."""
+    (script.out / "last_checkpoint").write_text(str(script.out / "generator.pth"))
+    script.save("generator.pth")
+    script.save("critic.pth")
+    assert script.next() == ["critic.pth", "generator.pth", "last_checkpoint"]
