@@ -26,6 +26,7 @@ from .asked import Growth, Request, request
 from .beside import Beside
 from .best_save import BestRule
 from .best_watch import BestWatch
+from .elsewhere import Elsewhere
 from .foreign import COUNTED, FoundUnits, Unit, shown, survey
 from .halves import Halves, is_parted
 from .layouts import Complete, FileState, complete, damaged, number_of_unit
@@ -97,6 +98,7 @@ class Adopter:
         self._best: BestWatch | None = None
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
         self._root, self._pattern = save_directory(run_dir, world.epoch), pattern
+        self._elsewhere = Elsewhere(self._root, pattern, lambda text: self._deliver(ev.Remark(text)))
         self._volume = VolumeCheck(run_dir)
         self._resumed_step = self._step = world.resume.source.step if world.HasField("resume") else 0
         self._before, self._resume = before, Resumed(self._root, before)
@@ -234,8 +236,7 @@ class Adopter:
             # Not every second, because each try may first fill the disk.
             longest = LONGEST_PAUSE_SECONDS if self._request is None else _LOOK_WHEN_ASKED_SECONDS
             pause = min(longest, max(LOOK_EVERY_SECONDS, SHARE * self._took) if self._calm else 2 * pause)
-            if self._met > met:
-                pause = 0.0
+            pause = 0.0 if self._met > met else pause
 
     def _wait(self, pause: float, asked: int) -> int:
         """Waits for the next look; not if somebody waits for it. Returns how many ever waited, `asked` before."""
@@ -254,6 +255,7 @@ class Adopter:
         began = time.monotonic()
         try:
             self._volume.check()
+            self._elsewhere.look(self._before)
             found = survey(self._root, self._pattern)
             every = [self._resume.beside(one, taken=one[0].series in self._numbers) for one in found.series()]
             series = [self._slots.arrange(members) for members in every if members]

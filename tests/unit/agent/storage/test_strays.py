@@ -162,6 +162,51 @@ def test_a_script_that_saves_where_it_resumed_is_told_so(tmp_path: Path, monkeyp
     taken.close()
 
 
+def large(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(1 << 20))
+
+
+def test_a_script_that_saves_into_an_earlier_epochs_directory_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """YOLO's path is in what it resumed from. Logs and small files tell nothing, nor does what was there before."""
+    of = resumed(tmp_path, monkeypatch)
+    large(tmp_path / "e1" / "x" / "weights" / "best.pt")
+    monkeypatch.setattr("dalsegno.agent.storage.elsewhere._EVERY_SECONDS", 0.02)
+    taken, heard = begun(tmp_path, monkeypatch, of, ORIGIN)
+    taken.settle(20)
+    large(tmp_path / "e1" / "x" / "events.out.tfevents.1")
+    states(tmp_path / "e1", "x/small.pt")
+    taken.settle(20)
+    large(tmp_path / "e1" / "x" / "weights" / "last.pt")
+    said = heard.get(timeout=20)
+    assert isinstance(said, ev.Remark)
+    assert said.text == (
+        "x/weights/last.pt was saved into e1, the directory of an earlier epoch, where nothing is taken: the script "
+        "has that path from what it resumed from; it must save below ${save_dir}"
+    )
+    large(tmp_path / "e1" / "x" / "weights" / "last.pt")
+    states(tmp_path / "e2", "step_30/model.pt")
+    assert sealed_step(heard.get(timeout=20)) == 30
+    taken.close()
+
+
+def test_a_script_that_saves_where_it_should_may_write_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it writes into an earlier epoch's directory, its checkpoints are taken."""
+    of = resumed(tmp_path, monkeypatch)
+    monkeypatch.setattr("dalsegno.agent.storage.elsewhere._EVERY_SECONDS", 0.02)
+    taken, heard = begun(tmp_path, monkeypatch, of, ORIGIN)
+    for step in (30, 40):
+        large(tmp_path / "e2" / f"step_{step}" / "optimizer.bin")
+        states(tmp_path / "e2", f"step_{step}/model.pt")
+        assert sealed_step(heard.get(timeout=20)) == step
+        large(tmp_path / "e1" / "last.pt")
+    taken.close()
+
+
 def test_nothing_of_a_checkpoint_itself_is_a_stray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = resumed(tmp_path, monkeypatch)
     sealed = tmp_path / of.resume.source.ref.name
