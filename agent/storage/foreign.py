@@ -55,6 +55,9 @@ _STATES = re.compile(r".*_(?:model|optim)_states\.pt")
 _OF_TRAINER = re.compile(r"trainer_state\.json|training_args\.bin|rng_state(_[0-9]{1,9})?\.pth")
 _RANDOM_STATES = re.compile(r"random_states_[0-9]{1,9}\.pkl")
 _DISTCP_FILE = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
+# Nothing but digits, and no step: a date, also with a time behind it, or seconds since 1970.
+_TIME = re.compile(r"20[0-9]{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])[0-9]*|[1-9][0-9]{9,}")
+_KEPT = re.compile(r"(?<![a-z])(?:best|last|latest)(?![a-z])")
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,8 @@ class _Walk:
         chosen = bool(self._pattern) and matches(self._pattern, path)
         layout = _layout(name, names)
         number = number_of(name, directory=True)
+        if not layout and not chosen and _is_place(name, names):
+            number = None
         if not layout and (chosen or (number is not None and self._has_data(path, names))):
             layout = DIRECTORY
         if layout == DEEPSPEED and number is None and name.startswith("global_step"):
@@ -231,6 +236,15 @@ def _newest(directories: Sequence[str]) -> list[str]:
             series.setdefault(series_of(name), set()).add(number)
     newest = {key: set(heapq.nlargest(NEWEST, own)) for key, own in series.items()}
     return [name for name, number in numbers.items() if number is None or number in newest[series_of(name)]]
+
+
+def _is_place(name: str, inside: _Names) -> bool:
+    """Whether a directory that is named by the time is no checkpoint: what is in it has numbers, or is a best one."""
+    if not _TIME.fullmatch(name):
+        return False
+    data = [entry.name for entry in inside.files if is_data(entry.name)]
+    numbers = (*map(number_of, data), *(number_of(one, directory=True) for one in inside.directories))
+    return any(number is not None for number in numbers) or any(_KEPT.search(file.lower()) for file in data)
 
 
 def _is_note(entry: os.DirEntry[str]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dalsegno.agent.storage.foreign import survey
 from dalsegno.agent.storage.layouts import Complete, FileState, complete
 from dalsegno.agent.storage.slices import SaveSlice, choose
@@ -57,6 +59,41 @@ def test_another_file_with_the_same_number_is_new(tmp_path: Path) -> None:
     resumed = Run(tmp_path / "e2", run.numbers)
     states(tmp_path / "e2", "epoch0-n5.pt")
     assert resumed.look() == [], "a script that began anew has this number, too"
+
+
+@pytest.mark.parametrize("job", ["20260501123", "202605011230", "20260501", "1714561234"])
+def test_a_directory_that_is_named_by_the_time_holds_checkpoints(tmp_path: Path, job: str) -> None:
+    """LAVIS makes one for each job. It is no step, though it has nothing but digits."""
+    run = Run(tmp_path)
+    (tmp_path / job / "result").mkdir(parents=True)
+    states(tmp_path / job, "checkpoint_best.pth")
+    assert run.look() == [f"{job}/checkpoint_best.pth"]
+    states(tmp_path / job, "checkpoint_0.pth")
+    assert run.look() == [f"{job}/checkpoint_0.pth", f"{job}/checkpoint_best.pth"]
+    states(tmp_path / job, "checkpoint_1.pth")
+    assert run.look() == [f"{job}/checkpoint_1.pth", f"{job}/checkpoint_best.pth"]
+    assert run.step == 3
+    resumed = Run(tmp_path / "e2", run.numbers)
+    states(tmp_path / "e2" / job, "checkpoint_2.pth")
+    assert resumed.look() == [f"{job}/checkpoint_2.pth"]
+
+
+def test_a_directory_that_is_named_by_the_time_holds_directories(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for step in (10, 20):
+        states(tmp_path / "1714561234" / f"step_{step}", "model.pt")
+        assert run.look() == [f"1714561234/step_{step}/model.pt"]
+
+
+def test_saves_that_are_named_by_the_time(tmp_path: Path) -> None:
+    """They hold no numbers, as those of FSDP2's example. Neither does a step that is as large as a year."""
+    run = Run(tmp_path)
+    for name in ("2024", "1714561234567", "1714561239567"):
+        states(tmp_path / name, "model_state_dict.pt", "optim_state_dict.pt")
+        assert run.look() == [f"{name}/model_state_dict.pt", f"{name}/optim_state_dict.pt"]
+    states(tmp_path / "e2" / "0000002025", "model_1.pt")
+    assert Run(tmp_path / "e2").look() == ["0000002025/model_1.pt"]
+    assert survey(tmp_path / "e2").units[0].path == "0000002025"
 
 
 def test_a_directory_that_gets_its_optimizer_late_is_taken_again(tmp_path: Path) -> None:
