@@ -30,18 +30,12 @@ class AheadWorkers:
         on_settled: called on any thread when one of them waits for its place, or has ended.
         patience_seconds: seconds until those that still run are given up. Those in which this process stands still
             do not count.
-        take_patience_seconds: seconds that a worker may take to take its place.
     """
 
-    def __init__(
-        self,
-        on_settled: Callable[[], None],
-        patience_seconds: float = AHEAD_PATIENCE_SECONDS,
-        take_patience_seconds: float = TAKE_PATIENCE_SECONDS,
-    ) -> None:
+    def __init__(self, on_settled: Callable[[], None], patience_seconds: float = AHEAD_PATIENCE_SECONDS) -> None:
         self._on_settled = on_settled
         self._patience_seconds = patience_seconds
-        self._placing = Placing(take_patience_seconds)
+        self._placing = Placing(TAKE_PATIENCE_SECONDS)
         self._lock = threading.Lock()
         self._workers: dict[int, tuple[Nursery, Assignment, StandbyProcess]] = {}
         # Set where nobody runs ahead any more for whom the patience counts.

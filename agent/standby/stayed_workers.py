@@ -44,14 +44,10 @@ def fits(holds: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
 
 
 class StayedWorkers:
-    """The workers of one node that have stayed.
+    """The workers of one node that have stayed."""
 
-    Args:
-        take_patience_seconds: seconds that a worker may take to take its place.
-    """
-
-    def __init__(self, take_patience_seconds: float = TAKE_PATIENCE_SECONDS) -> None:
-        self._placing = Placing(take_patience_seconds)
+    def __init__(self) -> None:
+        self._placing = Placing(TAKE_PATIENCE_SECONDS)
         self._lock = threading.Lock()
         self._workers: dict[int, tuple[Nursery, Assignment, StandbyProcess]] = {}
 
