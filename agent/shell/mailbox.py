@@ -11,6 +11,9 @@ from typing import Generic, TypeVar
 
 __all__ = ["Mailbox", "MailboxFull"]
 
+# The most unread items; seconds that `put` waits for room.
+_CAPACITY, _PATIENCE_SECONDS = 4096, 30.0
+
 T = TypeVar("T")
 
 
@@ -19,16 +22,9 @@ class MailboxFull(queue.Full):
 
 
 class Mailbox(Generic[T]):
-    """A bounded queue with one reader, in which a newer item may take the place of an unread older one.
+    """A bounded queue with one reader, in which a newer item may take the place of an unread older one."""
 
-    Args:
-        capacity: the most unread items.
-        patience_seconds: seconds that `put` waits for room before it raises `MailboxFull`.
-    """
-
-    def __init__(self, capacity: int = 4096, patience_seconds: float = 30.0) -> None:
-        self._capacity = capacity
-        self._patience_seconds = patience_seconds
+    def __init__(self) -> None:
         self._items: OrderedDict[Hashable, T] = OrderedDict()
         self._changed = threading.Condition()
         self._serial = 0
@@ -39,15 +35,15 @@ class Mailbox(Generic[T]):
         Raises:
             MailboxFull: there was no room within the patience.
         """
-        deadline = time.monotonic() + self._patience_seconds
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         with self._changed:
             key: Hashable = ("once", self._serial) if replaces is None else ("newest", replaces)
             self._serial += 1
             # The newer one goes to the end, because it must not overtake what was put between the two.
             self._items.pop(key, None)
-            while len(self._items) >= self._capacity:
+            while len(self._items) >= _CAPACITY:
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    raise MailboxFull(f"{self._capacity} unread events for {self._patience_seconds:.0f} s")
+                    raise MailboxFull(f"{_CAPACITY} unread events for {_PATIENCE_SECONDS:.0f} s")
             self._items[key] = item
             self._changed.notify_all()
 

@@ -24,6 +24,8 @@ __all__ = ["StoreServers"]
 logger = logging.getLogger(__name__)
 # The most open offers: the newest, and those of rounds before it that this node had no part in.
 _MOST_OFFERED = 8
+# What an operation on a store may take.
+_TIMEOUT = timedelta(seconds=300)
 
 
 class StoreServers:
@@ -31,15 +33,13 @@ class StoreServers:
 
     Args:
         address: where to bind; never all interfaces.
-        timeout_seconds: seconds that an operation on a store may take.
 
     Attributes:
         address: Where the next one is bound.
     """
 
-    def __init__(self, address: str, timeout_seconds: float = 300.0) -> None:
+    def __init__(self, address: str) -> None:
         self.address = address
-        self._timeout = timedelta(seconds=timeout_seconds)
         self._lock = threading.Lock()
         self._waiting: dict[int, TCPStore] = {}
         # By what each was opened for, and its address: the port.
@@ -90,7 +90,7 @@ class StoreServers:
                 port,
                 None,
                 True,
-                self._timeout,
+                _TIMEOUT,
                 wait_for_workers=False,
                 master_listen_fd=listener.fileno(),
                 use_libuv=LIBUV_LISTENS,

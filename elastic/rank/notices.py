@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
-def noticed(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
+def noticed() -> tuple[signal.Signals, ...]:
     """The signals that count as a notice: those that the agent names; outside ``dlrover-run`` only SIGTERM."""
-    if not environ.get(Variable.SOCKET):
+    if not os.environ.get(Variable.SOCKET):
         return (signal.SIGTERM,)
-    names = environ.get(Variable.NOTICES, DEFAULT).split(",")
+    names = os.environ.get(Variable.NOTICES, DEFAULT).split(",")
     return tuple(signal.Signals[name] for name in names if name in signal.Signals.__members__)
 
 
