@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -27,8 +26,6 @@ from .server.server import BindError, ControlServer, ServerOptions
 from .serving import print_line, run, stopping
 
 __all__ = ("Commander",)
-
-log = logging.getLogger(__name__)
 
 _SQLITE = "sqlite:///"
 

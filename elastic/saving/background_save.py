@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import inspect
 import json
-import logging
 import math
 import os
 import threading
@@ -43,8 +42,6 @@ from .saving_reports import Count
 from .sealing import Sealing
 from .sight import look_again
 from .writing import Summed, SummedFile, save
-
-log = logging.getLogger(__name__)
 
 PARTS = "parts"
 # Seconds between two looks of rank 0 for the other ranks' files: at first, and at most.

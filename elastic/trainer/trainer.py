@@ -6,7 +6,6 @@ with plain python, torchrun and dlrover-run, at any world size and through chang
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -45,8 +44,6 @@ from .moving import end_broken, end_drained
 from .options import batches_of, check, plan_of, strategy_of
 from .own_state import OwnState
 from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, StrategyWrite
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
