@@ -14,10 +14,10 @@ from typing import NoReturn
 
 from .limits import LONGEST_SECONDS, MOST_SETTING
 
-__all__ = ("Parser", "UsageError", "file_path", "job_id", "nnodes", "no_directory", "path_text", "seconds")
+__all__ = ("JOB_ID", "Parser", "UsageError", "file_path", "job_id", "nnodes", "no_directory", "path_text", "seconds")
 
-# Job ids become directory names and part of addresses.
-_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# Ids of jobs and of runs become directory names and part of addresses.
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # A bucket, or a page: pathlib would take it for a directory below the working directory.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
 def job_id(text: str) -> str:
     """A job's name."""
-    if not _JOB_ID.fullmatch(text):
+    if not JOB_ID.fullmatch(text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no job id: letters, digits, '.', '_', '-', at most 128, the first a letter or digit"
         )

@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from .options import JOB_ID
 from .text import one_line, text_problem
 from .yaml_text import InputRefused, documents
 
 __all__ = ("Baseline", "Hub", "Improvement", "RunFile", "commander_url", "read_run_file")
 
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _HOST = re.compile(r"[^\s/\\?#@]{1,253}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
@@ -227,7 +227,7 @@ class RunFile(_Part):
     @field_validator("run_id")
     @classmethod
     def _a_name(cls, run_id: str) -> str:
-        if not _RUN_ID.fullmatch(run_id):
+        if not JOB_ID.fullmatch(run_id):
             raise ValueError(f"{run_id!r} is no name for a directory: letters, digits, '.', '_', '-', at most 128")
         return run_id
 

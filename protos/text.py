@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 __all__ = (
+    "ITS_FILE",
     "LONGEST_NAME",
+    "SHA256",
     "few",
     "is_component",
     "megabytes",
@@ -27,8 +29,10 @@ LONGEST_NAME = 256
 _NAMED = 3
 # At how many braces of a line an object may begin.
 _MOST_BRACES = 16
+# A digest, in the hexadecimal digits in which it is told.
+SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 # What may differ between two tellings of one failure: the file with the rest; numbers of ranks, processes, ports.
-_ITS_FILE = re.compile(r" \(see [^)]*\)")
+ITS_FILE = re.compile(r" \(see [^)]*\)")
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
@@ -83,7 +87,7 @@ def same_failure(told: str, text: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    return _NUMBER.sub("0", _ITS_FILE.sub("", text))
+    return _NUMBER.sub("0", ITS_FILE.sub("", text))
 
 
 def text_problem(value: str | bytes, longest: int = LONGEST_NAME) -> str:

@@ -6,11 +6,11 @@ A message that breaks a rule here was not sent by a worker of ours, so the conne
 from __future__ import annotations
 
 import math
-import re
 
 from dalsegno.elastic.checkpoint import is_checkpoint_name
 from dalsegno.protos import worker_pb2
 from dalsegno.protos.limits import MOST
+from dalsegno.protos.text import SHA256
 
 __all__ = ["MOST", "checked", "one_line"]
 
@@ -18,7 +18,6 @@ __all__ = ["MOST", "checked", "one_line"]
 _LONGEST_SECONDS = 30 * 86400.0
 # The most characters of a text that people are shown.
 _TEXT = 1000
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def checked(message: worker_pb2.ToAgent, rank: int, *, seals: bool = False) -> worker_pb2.ToAgent:
@@ -95,5 +94,5 @@ def _name(name: str, optional: bool = False) -> None:
 
 def _reference(name: str, digest: str) -> None:
     _name(name)
-    if _DIGEST.fullmatch(digest) is None:
+    if SHA256.fullmatch(digest) is None:
         raise ValueError(f"{one_line(digest)[:80]!r} is not the digest of a checkpoint")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from dalsegno.protos.text import one_line
+from dalsegno.protos.text import ITS_FILE, one_line
 
 from .advice import tells_of_a_peer
 from .tracebacks import last_raised
@@ -35,9 +35,6 @@ _IN_DIFFERENT_COLLECTIVES = (
     "the ranks were in different collectives, or in one with tensors of other sizes or types%s: some did not call what"
     " all must call (a backward pass, an evaluation, s.sum, s.gather, s.improved, s.save)"
 )
-
-# Behind the words that `last_words` returns.
-_FILE = re.compile(r" \(see [^)]*\)")
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +66,7 @@ def last_words(path: str, code: int) -> str:
 
 def without_file(words: str) -> str:
     """The same without the file that they name."""
-    return _FILE.sub("", words)
+    return ITS_FILE.sub("", words)
 
 
 def _words(lines: Sequence[str], code: int) -> str:

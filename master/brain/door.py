@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import LONGEST_SECONDS, MOST, MOST_CHECKPOINTS, MOST_SETTING
 from dalsegno.protos.peer_address import PeerAddress
-from dalsegno.protos.text import LONGEST_NAME, name_problem, one_line, text_problem
+from dalsegno.protos.text import LONGEST_NAME, SHA256, name_problem, one_line, text_problem
 
 __all__ = ("MOST_NODES", "ShapeError", "admit")
 
@@ -38,7 +38,6 @@ SECRET_BYTES = (16, 64)
 _RUN = re.compile(r"run-[0-9]{4,9}", re.ASCII)
 _NUMBER = r"(0|[1-9][0-9]{0,15})"
 _CHECKPOINT = re.compile(rf"step-{_NUMBER}\.e{_NUMBER}\.{_NUMBER}(?:\.(universal|weights)\.{_NUMBER})?", re.ASCII)
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _FORMS = {
     None: control_pb2.FORM_SHARDED,
     "universal": control_pb2.FORM_UNIVERSAL,
@@ -235,7 +234,7 @@ def _matches(pattern: re.Pattern[str], what: str) -> Callable[[str], None]:
 
 
 _run = _matches(_RUN, "a run's name: run-0001")
-_digest = _matches(_DIGEST, "a SHA-256 of 64 hex digits")
+_digest = _matches(SHA256, "a SHA-256 of 64 hex digits")
 _directory = _matches(_CHECKPOINT, "a checkpoint's name: step-<n>.e<epoch>.<attempt>")
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dalsegno.elastic.checkpoint import is_checkpoint_name
+from dalsegno.protos.text import SHA256
 
 __all__ = ("FOLDER", "MANIFEST_PATH", "File", "RunManifest", "git_blob_id")
 
@@ -21,7 +21,6 @@ FOLDER = "checkpoint"
 METRICS_PATH = "metrics.jsonl"
 VERSION = 1
 MAX_BYTES = 64 << 20
-_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MAX_SIZE = (1 << 63) - 1
 
 
@@ -60,7 +59,7 @@ class RunManifest:
             raise ValueError(f"version {self.version!r}, this program reads {VERSION}")
         if not is_checkpoint_name(self.checkpoint):
             raise ValueError(f"{self.checkpoint!r} is no name of a checkpoint")
-        if not _SHA256.fullmatch(self.digest):
+        if not SHA256.fullmatch(self.digest):
             raise ValueError("the digest is no SHA-256")
         for one in self.files:
             _check(one)
@@ -127,7 +126,7 @@ def _check(one: File) -> None:
         raise ValueError(f"{one.path!r} is no path inside a checkpoint")
     if type(one.size) is not int or not 0 <= one.size <= _MAX_SIZE:
         raise ValueError(f"{one.path}: its size is no count")
-    if not isinstance(one.sha256, str) or not _SHA256.fullmatch(one.sha256):
+    if not isinstance(one.sha256, str) or not SHA256.fullmatch(one.sha256):
         raise ValueError(f"{one.path}: no SHA-256")
 
 
