@@ -23,7 +23,6 @@ __all__ = [
     "owner_of",
     "seen_fields",
     "start_time",
-    "written_bytes",
 ]
 
 
@@ -98,15 +97,6 @@ def owner_of(pid: int) -> int | None:
         return None
     found = [line.split() for line in text.splitlines() if line.startswith("Uid:")]
     return int(found[0][2]) if found else None
-
-
-def written_bytes(pid: int) -> int:
-    """Bytes that a process and its ended children have had written to disks so far (proc(5) io); 0 if it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/io").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("write_bytes:"))
 
 
 def adopt_orphans() -> None:

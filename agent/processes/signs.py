@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from .proc import seen_fields, written_bytes
+from dalsegno.protos.room import field_of
 
-__all__ = ["DiskWrites", "Sign", "Work"]
+from .proc import seen_fields
+
+__all__ = ["DiskWrites", "Sign", "Work", "written_bytes"]
 
 # Whether there was a sign since the last look. It gets all processes that are left, workers and their descendants.
 Sign = Callable[[Sequence[int]], bool]
@@ -16,6 +19,11 @@ Sign = Callable[[Sequence[int]], bool]
 _LEAST_WRITTEN_BYTES = 1 << 20
 # Who has computed for less than this since the last look, in seconds, waits for something, and now and then looks up.
 _LEAST_WORK_SECONDS = 0.05
+
+
+def written_bytes(pid: int) -> int:
+    """Bytes that a process and its ended children have had written to disks so far (proc(5) io); 0 if it is gone."""
+    return field_of(Path(f"/proc/{pid}/io"), "write_bytes:", unit=1) or 0
 
 
 class DiskWrites:

@@ -82,7 +82,7 @@ def descendants(root: int) -> list[int]:
 
 
 def written_bytes(pid: int) -> int:
-    """None of them writes to a disk that is counted."""
+    """Of `dalsegno.agent.processes.signs`: none of them writes to a disk that is counted."""
     return 0
 
 
