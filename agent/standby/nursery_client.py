@@ -19,13 +19,12 @@ from dalsegno.protos.ready import readable
 from ..processes.lifeline import Lifeline
 from ..processes.proc import is_stopped, kill_group, start_time
 from .nursery import receive
+from .nursery_start import reap
 from .request_writer import RequestWriter
 from .worker_main import Assignment
 
 __all__ = ["BROKEN", "Nursery", "StandbyProcess"]
 
-# Seconds to wait for a process after SIGKILL; one that waits for a missing file system may be stuck in the kernel.
-_KILL_TIMEOUT_SECONDS = 5.0
 # While a nursery says nothing: seconds between two looks whether it was stopped; so much longer, and we stood still.
 LOOK_SECONDS, STOOD_STILL_SECONDS = 5.0, 1.0
 # The exit code of a worker that has left a broken world: that of an error, as if its process had ended.
@@ -294,13 +293,13 @@ class Nursery:
         for worker in workers:
             worker.abandon()
         self._kill()
-        self._reap()
+        reap(self.process, self._lifeline)
 
     def end(self) -> None:
         """Kills it, with its workers."""
         self._kill()
         if not self.single:
-            self._reap()
+            reap(self.process, self._lifeline)
 
     def _kill(self) -> None:
         """Kills its group. Once it is reaped a leader with that number is another's; without one, the group is ours."""
@@ -308,15 +307,6 @@ class Nursery:
         with contextlib.suppress(OSError):  # a look that fails is none
             if self.process.returncode is None or start_time(pid) is None:
                 kill_group(pid)
-
-    def _reap(self) -> None:
-        try:
-            self.process.wait(_KILL_TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            # The keeper still has it on its list.
-            logger.error("nursery %d did not end within %.0f s of SIGKILL", self.process.pid, _KILL_TIMEOUT_SECONDS)
-        else:
-            self._lifeline.drop_group(self.process.pid)
 
     def _listen(self) -> None:
         """Reads its messages until it is gone, on a thread of its own."""

@@ -20,13 +20,13 @@ from ..processes.lifeline import Lifeline
 from ..processes.proc import kill_group
 from ..processes.signals import held_back
 
-__all__ = ["NurserySpec", "StartedNursery", "start_nursery"]
+__all__ = ["NurserySpec", "StartedNursery", "reap", "start_nursery"]
 
 # Low enough to yield to training, and still done before the next change on a busy machine.
 _NICENESS = 15
 # Seconds to wait for a nursery to take a request; a stopped one does not read.
 _SEND_TIMEOUT_SECONDS = 10
-# Seconds to wait for its end after SIGKILL.
+# Seconds to wait for its end after SIGKILL; one that waits for a missing file system may be stuck in the kernel.
 _KILL_TIMEOUT_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
@@ -82,13 +82,18 @@ class StartedNursery:
         """Ends it, where nobody has asked it for a worker."""
         kill_group(self.process.pid)
         self.channel.close()
-        try:
-            self.process.wait(_KILL_TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            # The keeper still has it on its list.
-            logger.error("nursery %d did not end within %.0f s of SIGKILL", self.process.pid, _KILL_TIMEOUT_SECONDS)
-        else:
-            lifeline.drop_group(self.process.pid)
+        reap(self.process, lifeline)
+
+
+def reap(process: subprocess.Popen[bytes], lifeline: Lifeline) -> None:
+    """Waits for the end of a nursery that was killed, and takes it from the lifeline's list."""
+    try:
+        process.wait(_KILL_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        # The keeper still has it on its list.
+        logger.error("nursery %d did not end within %.0f s of SIGKILL", process.pid, _KILL_TIMEOUT_SECONDS)
+    else:
+        lifeline.drop_group(process.pid)
 
 
 def start_nursery(spec: NurserySpec, lifeline: Lifeline, *, low_priority: bool) -> StartedNursery:

@@ -21,6 +21,7 @@ from dalsegno.agent.processes.proc import is_stopped
 from dalsegno.agent.standby import nursery_client
 from dalsegno.agent.standby.nursery import receive, send
 from dalsegno.agent.standby.nursery_client import Nursery, StandbyProcess
+from dalsegno.agent.standby.nursery_start import reap
 from dalsegno.agent.standby.stayed_workers import StayedWorkers, held_by
 from dalsegno.agent.standby.worker_main import Assignment
 from dalsegno.protos.contract import WORKER_DRAINED
@@ -255,3 +256,15 @@ def test_a_look_at_it_that_fails_ends_no_worker(
 
 def raising(error: OSError) -> bool:
     raise error
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_only_a_nursery_that_is_gone_leaves_the_list(
+    scene: Scene, caplog: pytest.LogCaptureFixture, ends: bool
+) -> None:
+    """Whoever does not end within some seconds of SIGKILL is left to the keeper, and named."""
+    if not ends:
+        scene.process.wait.side_effect = subprocess.TimeoutExpired("nursery", 5.0)
+    reap(scene.process, scene.lifeline)
+    assert scene.lifeline.drop_group.called == ends
+    assert (f"nursery {NUMBER} did not end within 5 s of SIGKILL" in caplog.text) != ends
