@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from dalsegno.elastic.checkpoint.reading import size_below
 from dalsegno.protos.text import is_component
 
 from ..processes.locked import held, is_at, lock_of
@@ -83,7 +84,7 @@ def remove_leftovers(root: Path) -> list[Leftover]:
     for job in _directories(root):
         for path in _directories(job):
             with contextlib.suppress(OSError), held(path, _DIRECTORY):
-                found.append(Leftover(path, _size_below(path)))
+                found.append(Leftover(path, size_below(path, OSError)))
                 shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
             job.rmdir()  # unless another agent of the job lives
@@ -207,15 +208,6 @@ def _directories(path: Path) -> list[Path]:
             return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
-
-
-def _size_below(path: Path) -> int:
-    total = 0
-    for current, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(current, name)).st_size
-    return total
 
 
 def _bytes(path: Path, blocks: str) -> int:

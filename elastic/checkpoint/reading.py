@@ -5,6 +5,7 @@ Nothing here follows a link in the last part of a path, waits for the writer of 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -66,6 +67,24 @@ def walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
         raise error
 
     return os.walk(top, onerror=fail)
+
+
+def size_below(top: Path, missed: type[OSError] = FileNotFoundError) -> int:
+    """Bytes of all files below a directory, where files may come and go; of a link its own.
+
+    Args:
+        top: The directory. One that cannot be listed counts as empty.
+        missed: A file at which nobody can look does not count, where that is why.
+
+    Raises:
+        OSError: Nobody can look at a file for another reason.
+    """
+    total = 0
+    for directory, _, names in os.walk(top):
+        for name in names:
+            with contextlib.suppress(missed):
+                total += os.lstat(os.path.join(directory, name)).st_size
+    return total
 
 
 def _mode(path: Path) -> int:

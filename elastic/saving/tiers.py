@@ -7,7 +7,6 @@ the node what rank 0 does for the disk, and nothing is synced: it is gone with t
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections import Counter
@@ -22,6 +21,7 @@ from ..checkpoint.files import list_files, write_exclusive
 from ..checkpoint.layout import MANIFEST
 from ..checkpoint.mounts import is_away, mount_point
 from ..checkpoint.parts import delete_parts, write_part
+from ..checkpoint.reading import size_below
 from ..checkpoint.spares import clear_spares, spare_bytes
 from ..rank.identity import Identity
 from ..rank.remarks import remark
@@ -215,7 +215,8 @@ class Memory(Disk):
     def _exceeds_budget(self) -> str:
         """The same of --memory-budget alone. Of the first one only what is written already counts."""
         budget = self.identity.memory_budget
-        if budget is None or (used := self._used()) + self._bytes <= budget:
+        # All that the agents of this node hold, of whatever run.
+        if budget is None or (used := size_below(self.store.run_dir.parent)) + self._bytes <= budget:
             return ""
         takes = f"a checkpoint takes {megabytes(self._bytes)} on this node" if self._bytes else "this one takes more"
         return (
@@ -229,15 +230,6 @@ class Memory(Disk):
         if more <= FEW_BYTES or not (problem := lacks_memory(more + ahead, available_bytes())):
             return ""
         return f"a checkpoint takes {megabytes(more)} more on this node, and {problem}"
-
-    def _used(self) -> int:
-        """Bytes of all that the agents of this node hold, of whatever run."""
-        total = 0
-        for directory, _, files in os.walk(self.store.run_dir.parent):
-            for file in files:
-                with contextlib.suppress(FileNotFoundError):  # They come and go.
-                    total += os.lstat(os.path.join(directory, file)).st_size
-        return total
 
     def _free(self) -> int:
         there = os.statvfs(self.store.run_dir)

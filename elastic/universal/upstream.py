@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from ..checkpoint.files import CANNOT, list_files, place_file
+from ..checkpoint.reading import size_below
 from .archive import Packed, refuse_packed
 from .errors import EnvironmentFailed, Impossible, SourceBad
 from .forms import PARAM, ZERO
@@ -200,7 +201,7 @@ def _watched(directory: Path, moved: Callable[[int], None]) -> Iterator[None]:
     def watch() -> None:
         most = 0
         while not stop.wait(LOOK_EVERY_SECONDS):
-            now = _size_of(directory)
+            now = size_below(directory)
             if now > most:
                 moved(now - most)
                 most = now
@@ -212,16 +213,6 @@ def _watched(directory: Path, moved: Callable[[int], None]) -> Iterator[None]:
     finally:
         stop.set()
         watcher.join()
-
-
-def _size_of(directory: Path) -> int:
-    """Bytes in all files below a directory; files that vanish meanwhile do not count."""
-    total = 0
-    for current, _, names in os.walk(directory):
-        for name in names:
-            with suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(current, name)).st_size
-    return total
 
 
 @contextmanager
