@@ -36,6 +36,7 @@ from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.elastic.checkpoint.reading import NotRegular, is_there, size_of_regular
 from dalsegno.elastic.checkpoint.spares import clear_spares, make_room, spare_bytes, take_spare
 from dalsegno.elastic.checkpoint.summing import SummingWriter
+from dalsegno.protos.grouping import grouped
 
 from .pieces import open_sealed
 
@@ -233,7 +234,9 @@ def _write(
     target.mkdir(exist_ok=True)
     _clear(target, manifest)
     with _aside(target) as aside, FileSystem(target) as system:
-        for batch in _batches(manifest, here, target, stopped):
+        # Not all at once: which of them are there is looked at batch by batch.
+        entries = (one for one in manifest.files if one.path in here and not _is_there(target, one, stopped))
+        for batch in grouped(entries, lambda entry: entry.size, _BATCH_FILES, _BATCH_BYTES):
             for number, entry in enumerate(batch):
                 _copy_in(source, entry, target.parent, aside / str(number), stopped)
             _sync(system, [aside / str(number) for number in range(len(batch))], stopped)
@@ -301,24 +304,6 @@ def _clear(target: Path, manifest: Manifest) -> None:
                         shutil.rmtree(target / path)
                 elif path != MANIFEST and (path not in listed or not entry.is_file(follow_symlinks=False)):
                     (target / path).unlink()
-
-
-def _batches(
-    manifest: Manifest, here: Collection[str], target: Path, stopped: Callable[[], str]
-) -> Iterator[list[FileEntry]]:
-    """What has to be written, in portions."""
-    batch: list[FileEntry] = []
-    size = 0
-    for entry in manifest.files:
-        if entry.path not in here or _is_there(target, entry, stopped):
-            continue
-        if batch and (size + entry.size > _BATCH_BYTES or len(batch) == _BATCH_FILES):
-            yield batch
-            batch, size = [], 0
-        batch.append(entry)
-        size += entry.size
-    if batch:
-        yield batch
 
 
 def _is_there(target: Path, entry: FileEntry, stopped: Callable[[], str]) -> bool:

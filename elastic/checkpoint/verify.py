@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+
+from dalsegno.protos.grouping import grouped
 
 from .errors import CheckpointDamaged, Damage
 from .files import THREADS, checksum, list_files
@@ -105,22 +107,9 @@ def verify_files(
             check(entry)
 
     with Pool(max(1, threads), thread_name_prefix="dalsegno-verify") as pool:
-        for _ in pool.map(check_all, _together(entries)):
+        # Small ones together: to hand each one to a thread takes longer than to read it.
+        for _ in pool.map(check_all, grouped(entries, lambda entry: entry.size, TOGETHER_FILES, TOGETHER_BYTES)):
             pass
-
-
-def _together(entries: Sequence[FileEntry]) -> Iterator[list[FileEntry]]:
-    """All of them in order, small ones together: to hand each one to a thread takes longer than to read it."""
-    some: list[FileEntry] = []
-    size = 0
-    for entry in entries:
-        if some and (size + entry.size > TOGETHER_BYTES or len(some) >= TOGETHER_FILES):
-            yield some
-            some, size = [], 0
-        some.append(entry)
-        size += entry.size
-    if some:
-        yield some
 
 
 def verify(

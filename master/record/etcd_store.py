@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
+from dalsegno.protos.grouping import grouped
 from dalsegno.protos.text import one_line
 
 from .chunks import BUCKETS, Head, WrongChunk, bucket_of, chunk_digest, decoded, encoded, packed, unpacked
@@ -190,14 +191,8 @@ class EtcdStore:
 
     def _first(self, missing: dict[str, bytes]) -> list[Change]:
         """Writes chunks for which one transaction has no room. Returns the changes that go into the head's."""
-        groups: list[list[Change]] = [[]]
-        size = 0
-        for digest, chunk in missing.items():
-            if groups[-1] and (size + len(chunk) > MOST_BYTES or len(groups[-1]) >= MOST_CHANGES):
-                groups.append([])
-                size = 0
-            groups[-1].append(Change(self._chunk(digest), chunk))
-            size += len(chunk)
+        chunks = grouped(missing.items(), lambda one: len(one[1]), MOST_CHANGES, MOST_BYTES)
+        groups = [[Change(self._chunk(digest), chunk) for digest, chunk in group] for group in chunks] or [[]]
         for group in groups[:-1]:
             # If the head is another one by now, nothing is written here, and the head's own write finds that out.
             self._client.change(self._at + "head", self._revision, group, self._held)

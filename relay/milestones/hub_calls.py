@@ -8,7 +8,7 @@ import importlib.util
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
+
+from dalsegno.protos.grouping import grouped
 
 from .run_manifest import FOLDER, MANIFEST_PATH, MAX_BYTES, METRICS_PATH, File, RunManifest, git_blob_id
 from .snapshot import local_path
@@ -91,7 +93,7 @@ def publish(job: dict[str, Any], token: str, tell: Tell) -> None:
             tell({"revision": found})
             return
         additions = [_addition(directory, manifest, one) for one in manifest.files]
-        for group in _groups(additions, manifest.files):
+        for group in grouped(additions, lambda addition: addition.upload_info.size, GROUP_FILES, GROUP_BYTES):
             api.preupload_lfs_files(repo, additions=group, num_threads=THREADS)
             tell({"sent": len(group)})
         tell({"phase": "payload"})
@@ -134,19 +136,6 @@ def _addition(directory: Path, manifest: RunManifest, one: File) -> CommitOperat
     if not addition.upload_info.is_hashed:
         addition.upload_info.sha256 = bytes.fromhex(one.sha256)  # it was read when it was frozen
     return addition
-
-
-def _groups(additions: Sequence[CommitOperationAdd], files: Sequence[File]) -> Iterator[list[CommitOperationAdd]]:
-    group: list[CommitOperationAdd] = []
-    size = 0
-    for addition, one in zip(additions, files, strict=True):
-        if group and (len(group) >= GROUP_FILES or size + one.size > GROUP_BYTES):
-            yield group
-            group, size = [], 0
-        group.append(addition)
-        size += one.size
-    if group:
-        yield group
 
 
 def _deletions(api: HfApi, repo: str, head: str, manifest: RunManifest) -> list[CommitOperationDelete]:
