@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from dalsegno.protos.contract import CONNECT_TIMEOUT_SECONDS, MASTER_OUTAGE_TIMEOUT_SECONDS, JobSettings, Variable
 from dalsegno.protos.options import Parser, UsageError, file_path, job_id, nnodes, path_text, seconds
 
-from ..storage.macros import SAVE_DIR, has_macros, macros_of
+from ..storage.macros import SAVE_DIR, first_macro, macros_of
 from .endpoint import find_master
 from .size import settle_size
 from .unused import IGNORED, UNUSED
@@ -448,8 +448,8 @@ def parse(
         if getattr(options, flag) and options.no_python:
             raise UsageError(f"--{flag.replace('_', '-')} needs a script in Python, which --no-python says it is not")
     own = options.training_script_args
-    if has_macros(own) and SAVE_DIR not in macros_of(own):
-        raise UsageError("'${resume_dir}' without '${save_dir}': only what the script saves there can be resumed from")
+    if (macro := first_macro(own)) and SAVE_DIR not in macros_of(own):
+        raise UsageError(f"'{macro}' without '${{save_dir}}': only what the script saves there can be resumed from")
     _check_best(options)
     if options.module and options.no_python:
         raise UsageError("--module and --no-python exclude each other: drop one")

@@ -64,5 +64,5 @@ def ignored(options: argparse.Namespace) -> list[str]:
     if options.run_ahead == "always" and not CAN_RUN_AHEAD:
         lines.append("--run-ahead=always has no effect: it needs Python 3.11 or newer")
     for word, meant in misspelt(options.training_script_args):
-        lines.append(f"{word} is handed to the script as it is: only '{meant}' stands for a directory")
+        lines.append(f"{word} is handed to the script as it is: only '{meant}' is filled in here")
     return lines

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["RESUME_DIR", "RESUME_PATH", "RESUME_STEP", "SAVE_DIR", "expand", "has_macros", "macros_of", "misspelt"]
+__all__ = ["RESUME_DIR", "RESUME_PATH", "RESUME_STEP", "SAVE_DIR", "expand", "first_macro", "macros_of", "misspelt"]
 
 SAVE_DIR, RESUME_DIR, RESUME_PATH, RESUME_STEP = "save_dir", "resume_dir", "resume_path", "resume_step"
 # As a shell's: with `:-` what to take where there is no resume point, with `:+` what to take where there is one.
@@ -34,9 +34,9 @@ def macros_of(arguments: Sequence[str]) -> frozenset[str]:
     return frozenset(match[1] for text in arguments for match in _MACRO.finditer(text) if match[2] != "+")
 
 
-def has_macros(arguments: Sequence[str]) -> bool:
-    """Whether there are any."""
-    return any(_MACRO.search(text) for text in arguments)
+def first_macro(arguments: Sequence[str]) -> str:
+    """The first one, as people wrote it; empty: there is none."""
+    return next((match[0] for text in arguments for match in _MACRO.finditer(text)), "")
 
 
 def expand(arguments: Sequence[str], values: Mapping[str, str | None]) -> tuple[str, ...]:

@@ -271,5 +271,7 @@ def test_a_backend_of_torchrun_that_has_no_effect_says_what_becomes_of_its_endpo
 def test_a_macro_that_is_misspelt_is_named(word: str) -> None:
     """The script would save into a directory of that name, and nothing would be the run's."""
     assert any(f"{word} is handed" in line and "'${save_dir}'" in line for line in ignored(parse([SCRIPT, word], {})))
+    (line,) = ignored(parse([SCRIPT, "${resume_steps}"], {}))
+    assert line.endswith("only '${resume_step}' is filled in here")  # with a number
     for other in ("${save_dir}", "${resume_dir:+resume} ${save_dir}", "${hydra:run.dir}", "${oc.env:USER}"):
         assert ignored(parse([SCRIPT, other], {})) == []
