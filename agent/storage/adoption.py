@@ -105,7 +105,8 @@ class Adopter:
         self._known: dict[str, FileState] = dict(before.files) if before is not None else {}
         self._resumed = dict(before.saved_as.numbers) if before is not None else {}
         # Before people are told what is missing.
-        self._alone = MainAlone(self._root, origin.world_size, before, (PATIENCE_LOOKS - 1) * LOOK_EVERY_SECONDS)
+        own = self._root, origin.world_size, before, (PATIENCE_LOOKS - 1) * LOOK_EVERY_SECONDS
+        self._alone = MainAlone(*own, others=late is not None and late.others)
         self._numbers: dict[str, int | None] = {}
         self._slots = Slots(self._root, origin.world_size, self._resumed, self._known.values())
         # The ranks that a checkpoint of this epoch has named: of a worker that is itself a launcher.
@@ -222,12 +223,13 @@ class Adopter:
             if asked > before:
                 self._since = None  # who waits now has not waited before
                 patience.renew()
+            listed = self._lists_all()
             met, self._calm = self._met, self._look()
             with self._news:
                 self._at_rest = self._at_rest or (met and not self._coming)
                 self._news.notify_all()
-            # What they saved last may not be listed yet.
-            listed = time.monotonic() > self._asked_at + 2 * self._volume.lag
+            # Now, too: the look may have shown that listings are later.
+            listed = listed and self._lists_all()
             undecided = patience.lasts(self._vanished) or (self._undecided and not self._vanished)
             if not (self._calm and (undecided or not listed)):
                 with self._news:
@@ -244,6 +246,10 @@ class Adopter:
             before = self._request
             self._news.wait_for(lambda: self._closing or self._asked > asked or self._request is not before, pause)
             return self._asked
+
+    def _lists_all(self) -> bool:
+        """Whether all that was there when somebody began to wait is listed by now."""
+        return time.monotonic() > self._asked_at + 2 * self._volume.lag
 
     def _look(self) -> bool:
         """Looks at all that the run does not have; the newest of each series, as there may be time for no more.
@@ -295,7 +301,7 @@ class Adopter:
                 continue
             try:
                 one = complete(self._root, unit, self._origin.world_size, self._ranks)
-                one = self._alone.judge(unit, one, ended=self._asked > self._answered)
+                one = self._alone.judge(unit, one, ended=self._asked > self._answered and self._lists_all())
             except FileNotFoundError:
                 self._undecided = self._vanished = True
             except (CheckpointDamaged, ValueError) as error:

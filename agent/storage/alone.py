@@ -1,8 +1,10 @@
 """Saves of Accelerate's `save_state` that the main process makes alone, as most of diffusers' examples do.
 
 Where all ranks call it, each writes its random states, and one without those of a rank is not complete. Where the main
-process calls it alone, those of the others never come; Accelerate loads it without them, and lacks nothing else: rank 0
-writes its own behind all that is common. The first such save does not show which of the two it is.
+process calls it alone, those of the others never come. Accelerate loads it without them; a rank that has none counts
+from 0 the batches whose gradients it accumulates (`step`). Weights and optimizer are whole, where ranks have no shards
+of them: rank 0 writes its own states behind all that is common. The first such save does not show which of the two it
+is.
 """
 
 from __future__ import annotations
@@ -14,13 +16,29 @@ from pathlib import Path
 
 from .foreign import ACCELERATE, Unit
 from .layouts import Complete, FileState, complete
+from .naming import ranks_of
 from .taking import Before
 
-__all__ = ["MainAlone"]
+__all__ = ["MainAlone", "is_of_another"]
 
 _OF_ANY, _OF_MAIN = "random_states_", "random_states_0.pkl"
 # The most saves that are remembered: a script may delete each before the next.
 _MOST_SAVES = 16
+# Of `torch.distributed.checkpoint`, whose files are named `__0_0`. Others' have the word: `mp_rank_00_model_states.pt`.
+_SHARD = ".distcp"
+
+
+def is_of_another(path: str) -> bool:
+    """Whether a file of this path is the random states of another rank than the first."""
+    name = path.rpartition("/")[2]
+    return name.startswith(_OF_ANY) and name != _OF_MAIN
+
+
+def _is_sharded(one: Complete) -> bool:
+    """Whether ranks have shards of its weights or its optimizer, so that it needs all ranks' files."""
+    # Without where it lies: a path with "random" in it counts as no rank's.
+    names = [file.name.removeprefix(f"{one.unit.path}/") for file in one.files]
+    return bool(ranks_of(names)) or any(name.endswith(_SHARD) for name in names)
 
 
 class MainAlone:
@@ -34,13 +52,16 @@ class MainAlone:
         world_size: our workers.
         before: the resume point, and its files where they were put below `root`; None: there is none.
         patience_seconds: how long it must not change.
+        others: others were seen to save in this epoch already.
     """
 
-    def __init__(self, root: Path, world_size: int, before: Before | None, patience_seconds: float) -> None:
+    def __init__(
+        self, root: Path, world_size: int, before: Before | None, patience_seconds: float, *, others: bool = False
+    ) -> None:
         self._root, self._world_size, self._patience = root, world_size, patience_seconds
         self._placed: Mapping[str, FileState] = before.files if before is not None else {}
         # Whether the main process saves alone, and whether others were seen to save, which outweighs it.
-        self._alone = self._others = False
+        self._alone, self._others = False, others
         # How each save was at the last look, and since when.
         self._seen: dict[str, tuple[tuple[FileState, ...], float]] = {}
         # By series, the least number of those that were so at two looks, and the largest of all.
@@ -53,7 +74,7 @@ class MainAlone:
         Args:
             unit: a part of the script's directory.
             found: what `complete` says of it.
-            ended: the workers have ended.
+            ended: the workers have ended, and all that they wrote is listed.
 
         Raises:
             CheckpointDamaged, ValueError, OSError: see `complete`.
@@ -64,8 +85,8 @@ class MainAlone:
         if isinstance(one, Complete) and all(self._placed.get(file.name) == file for file in one.files):
             return one  # as it was taken, in a world of any size
         names = os.listdir(self._root / unit.path)
-        self._others = self._others or any(name.startswith(_OF_ANY) and name != _OF_MAIN for name in names)
-        if self._others or isinstance(one, str):
+        self._others = self._others or any(map(is_of_another, names))
+        if self._others or isinstance(one, str) or _is_sharded(one):
             return found
         self._alone = self._alone or self._shows(one)
         return one if self._alone or ended else found

@@ -20,6 +20,7 @@ from dalsegno.protos import control_pb2
 
 from ..decisions import events as ev
 from .adoption import Adopter
+from .alone import is_of_another
 from .best_save import BestRule
 from .layouts import FileState, state_of
 from .placing import put_back
@@ -116,7 +117,9 @@ def _adopter(
     latest = None if sealed is None else _latest(run_dir, sealed)
     step = max(step, sealed.step) if sealed is not None else step
     name = sealed.name if sealed is not None else ""
-    late = Late(step, numbers, _now(root), time.monotonic(), since, latest, name)
+    # By its manifest: the script may have deleted it.
+    others = sealed is not None and any(is_of_another(entry.path) for entry in sealed.files)
+    late = Late(step, numbers, _now(root), time.monotonic(), since, latest, name, others)
     return Adopter(run_dir, world, origin, deliver, pattern, before, best=best, late=late)
 
 

@@ -89,6 +89,7 @@ class Late:
         since: only what was written from then on is taken, by that clock: the first node is there, and has the rest.
         latest: what it took last, if that counts steps.
         sealed: the name under which the run has what it took last; empty, if it had taken nothing.
+        others: that has random states of other ranks, see `MainAlone`.
     """
 
     step: int
@@ -98,6 +99,7 @@ class Late:
     since: int = 0
     latest: Latest | None = None
     sealed: str = ""
+    others: bool = False
 
     def stands_since(self, one: Complete) -> float:
         """When its last file was written, by this process's clock: who comes late need not see that for itself."""

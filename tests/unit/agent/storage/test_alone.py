@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from dalsegno.agent.storage import adoption
 from dalsegno.agent.storage.alone import MainAlone
 from dalsegno.agent.storage.foreign import survey
 from dalsegno.agent.storage.layouts import Complete, complete
-from tests.unit.agent.storage.test_adoption import states
+from dalsegno.agent.storage.volume_check import VolumeCheck
+from tests.unit.agent.storage.test_adoption import ZERO_1, ZERO_3, states
 from tests.unit.agent.storage.test_save_dir import Run, runs
 
 __all__ = ["runs"]
@@ -133,6 +136,54 @@ def test_where_others_save_too_all_must(tmp_path: Path, ranks: tuple[int, ...]) 
     diffusers(tmp_path / "step_60", 0)
     for ended in (False, True):
         assert isinstance(judged(alone, tmp_path, 3, ended=ended), str)
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        ("pytorch_model_fsdp_rank0.bin", "optimizer_0_rank0.bin"),
+        ("pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin", "optimizer_0_rank0.bin"),
+        ("pytorch_model_fsdp_0/__0_0.distcp",),
+        (f"pytorch_model/{ZERO_1[0]}",),
+        (f"pytorch_model/{ZERO_1[0]}", f"pytorch_model/{ZERO_1[1]}"),
+        tuple(f"pytorch_model/{name}" for name in ZERO_3[:2]),
+        ("mp_rank_00/model_optim.pt",),
+    ],
+    ids=["fsdp", "fsdp without an optimizer", "distcp", "zero0", "zero1", "zero3", "megatron"],
+)
+@pytest.mark.parametrize("below", ["", "random/"])
+def test_what_has_shards_of_ranks_needs_all_of_them(tmp_path: Path, shards: tuple[str, ...], below: str) -> None:
+    """The other ranks' are of weights or an optimizer, without which nothing loads it."""
+    alone = MainAlone(tmp_path, 2, None, 0.0)
+    for number in (20, 40):
+        states(tmp_path / f"{below}step_{number}", *shards, "random_states_0.pkl")
+        for ended in (False, True):
+            assert isinstance(judged(alone, tmp_path, 2, ended=ended), str)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [True, False])
+def test_at_the_end_what_is_not_listed_yet_is_waited_for(
+    runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Another rank's states may be on another node. A look that takes longer than that is not the last one."""
+    monkeypatch.setattr(adoption, "PATIENCE_LOOKS", 10_000)
+    monkeypatch.setattr(adoption, "SHARE", 0)
+    monkeypatch.setattr(VolumeCheck, "measure", lambda self: setattr(self, "lag", 0.5))
+    run = runs()
+    run.next()
+    diffusers(run.out / "checkpoint-20", 0)
+    nothing_yet(run)
+    timer = threading.Timer(0.4, lambda: states(run.out / "checkpoint-20", "random_states_1.pkl"))
+    if late:
+        timer.start()
+    else:
+        assert run.taken._adopter is not None
+        # why: as long as a slow file system needs.
+        monkeypatch.setattr(run.taken._adopter, "_is_growing", lambda found: time.sleep(1.2))
+    run.taken.settle(20)
+    assert ("checkpoint-20/random_states_1.pkl" in [one.path for one in run.sealed().files]) == late
+    run.taken.close()
 
 
 def test_one_look_shows_nothing(tmp_path: Path) -> None:

@@ -64,6 +64,22 @@ def test_the_last_save_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert steps(tmp_path) == [20, 40]
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(("ranks", "taken"), [((0, 1), [20]), ((0,), [20, 40])])
+def test_where_all_ranks_saved_the_last_one_needs_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], taken: list[int], keeps: bool
+) -> None:
+    """Accelerate's, also where the script has deleted what the first node took; unless the main process saves alone."""
+    monkeypatch.setattr(adoption, "PATIENCE_LOOKS", 5)
+    states(tmp_path / "e1/step_20", "optimizer.bin", *(f"random_states_{rank}.pkl" for rank in ranks))
+    first_node_took(tmp_path, monkeypatch, world(1), 20)
+    if not keeps:
+        shutil.rmtree(tmp_path / "e1/step_20")
+    states(tmp_path / "e1/step_40", "optimizer.bin", "random_states_0.pkl")
+    take(tmp_path, world(1))
+    assert steps(tmp_path) == taken
+
+
 def test_nothing_of_another_tag_comes_behind_what_was_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
