@@ -269,7 +269,8 @@ class Adopter:
             self._halves.begin(found)
             units = [one for members in series if (one := self._newest(members, stood, len(series) == 1)) is not None]
             self._untaken.look(found, self._before.directory if self._before is not None else None)
-            self._beside.look(found, interrupted=self._interrupted)
+            whole = [one for members in series for one in members if one.path in self._stands]
+            self._beside.look(found, whole, interrupted=self._interrupted)
             self._coming = self._is_growing(found)
             self._took = time.monotonic() - began
             return self._consider(units, found) and self._calm

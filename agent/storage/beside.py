@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dalsegno.elastic.checkpoint.layout import MANIFEST
 
-from .foreign import FILES, FoundUnits
+from .foreign import FILES, FoundUnits, Unit
 from .layouts import FileState
 from .naming import number_of
 from .present import states_of
@@ -20,7 +20,8 @@ from .slices import SaveSlice
 
 __all__ = ["Beside"]
 
-# The most of them in one directory: where there are more, they are a data set, or what the script makes of one.
+# The most of them in one directory for one checkpoint: where there are more, they are a data set, or what the script
+# makes of one.
 _MOST_FILES = 64
 # The most bytes of one, and of all in one directory. Tokenizers of large vocabularies have 33 MB.
 _MOST_BYTES = 64 << 20
@@ -38,17 +39,20 @@ class Beside:
         self._seen: dict[str, FileState] = {}
         self._still: dict[str, FileState] = {}
 
-    def look(self, found: FoundUnits, *, interrupted: bool) -> None:
+    def look(self, found: FoundUnits, units: Iterable[Unit], *, interrupted: bool) -> None:
         """Looks once more.
 
         Args:
             found: all that is in the script's directory.
+            units: what of it a checkpoint may have soon. Settings of other numbers are not looked at: some scripts
+                never delete any.
             interrupted: nobody writes any more, so one look is enough.
         """
         places = {_place(name) for unit in found.units if unit.layout == FILES for name in unit.names}
+        numbers = _numbers_of(units)
         names: defaultdict[str, list[str]] = defaultdict(list)
         for name in found.settings:
-            if _place(name) in places and name != MANIFEST:
+            if _place(name) in places and name != MANIFEST and _number(name) in numbers[_place(name)]:
                 names[_place(name)].append(name)
         every = {one.name: one for own in names.values() if len(own) <= _MOST_FILES for one in _small(self._root, own)}
         self._still = {name: one for name, one in every.items() if interrupted or self._seen.get(name) == one}
@@ -56,12 +60,18 @@ class Beside:
 
     def of(self, piece: SaveSlice) -> tuple[FileState, ...]:
         """Those that lie with files of a checkpoint, and have its number or none."""
-        numbers: defaultdict[str, set[int | None]] = defaultdict(lambda: {None})
-        for one in piece.units:
-            if one.unit.layout == FILES:
-                for name in one.unit.names:
-                    numbers[_place(name)].add(one.unit.number)
-        return tuple(one for name, one in self._still.items() if _number(name) in numbers.get(_place(name), ()))
+        numbers = _numbers_of(one.unit for one in piece.units)
+        return tuple(one for name, one in self._still.items() if _number(name) in numbers[_place(name)])
+
+
+def _numbers_of(units: Iterable[Unit]) -> defaultdict[str, set[int | None]]:
+    """Those that settings in each directory may have. Of files that are written in turn the unit has none."""
+    numbers: defaultdict[str, set[int | None]] = defaultdict(lambda: {None})
+    for unit in units:
+        if unit.layout == FILES:
+            for name in unit.names:
+                numbers[_place(name)] |= {unit.number, _number(name)}
+    return numbers
 
 
 def _place(name: str) -> str:
@@ -73,9 +83,12 @@ def _number(name: str) -> int | None:
 
 
 def _small(root: Path, names: Iterable[str]) -> list[FileState]:
-    """How these files are; none if they are too large together."""
+    """How these files are; of those that are too large together, the smallest."""
+    small: list[FileState] = []
     with contextlib.suppress(OSError):
-        found = [one for one in states_of(root, names) if one.size <= _MOST_BYTES]
-        if sum(one.size for one in found) <= _MOST_BYTES:
-            return found
-    return []
+        left = _MOST_BYTES
+        for one in sorted(states_of(root, names), key=lambda one: (one.size, one.name)):
+            left -= one.size
+            if left >= 0:
+                small.append(one)
+    return small

@@ -86,20 +86,54 @@ def test_settings_of_other_numbers_and_places_are_left(runs: Runs) -> None:
 
 
 @pytest.mark.slow
+def test_settings_of_older_saves_do_not_count(runs: Runs) -> None:
+    """nanochat never deletes its `meta_*.json`: behind the 64th there was none in any checkpoint."""
+    run = runs()
+    out = run.directory / "e1"
+    for number in range(beside._MOST_FILES + 1):
+        put(out / f"meta_{number:06d}.json")
+        put(out / f"metrics_epoch_{number + 1000}.json")
+    save(out / "model_000063.pt")
+    save(out / "model_000064.pt")
+    put(out / "config.json")
+    run.next()
+    assert names(run.sealed()) == ["config.json", "meta_000064.json", "model_000064.pt"]
+    put(run.out / "meta_000065.json")
+    save(run.out / "model_000065.pt")
+    assert names(run.sealed()) == ["config.json", "meta_000065.json", "model_000065.pt"]
+    run.taken.close()
+
+
+@pytest.mark.slow
+def test_settings_of_files_written_in_turn_are_taken(runs: Runs) -> None:
+    """Their numbers do not count, and are the files' all the same."""
+    run = runs()
+    run.next()
+    for number, slot in enumerate((0, 1, 0, 1)):
+        put(run.out / f"meta_{slot}.json", str(number))
+        save(run.out / f"ckpt_{slot}.pt", step=number)
+        sealed = run.sealed()
+        assert names(sealed) == [f"ckpt_{slot}.pt", f"meta_{slot}.json"]
+        assert (run.directory / sealed.name / f"meta_{slot}.json").read_text(encoding="ascii") == str(number)
+    run.taken.close()
+
+
+@pytest.mark.slow
 def test_a_data_set_beside_the_checkpoint_is_none_of_its_settings(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many files, or large ones: each commit would copy them."""
+    """Many files, or large ones: each commit would copy them. The smallest come first."""
     monkeypatch.setattr(beside, "_MOST_BYTES", 3000)
     run = runs()
     out = run.directory / "e1"
     for number in range(beside._MOST_FILES + 1):
         put(out / "many" / f"dog{number}.json")
     save(out / "many" / "ckpt.pt")
-    for place, size in (("large", 3001), ("together", 1600)):
+    for place, size in (("large", 3001), ("together", 1601)):
         put(out / place / "train.json", "x" * size)
         put(out / place / "test.json", "x" * 1600)
         save(out / place / "ckpt.pt")
     run.next()
-    assert names(run.sealed()) == ["large/ckpt.pt", "large/test.json", "many/ckpt.pt", "together/ckpt.pt"]
+    together = ["together/ckpt.pt", "together/test.json"]
+    assert names(run.sealed()) == ["large/ckpt.pt", "large/test.json", "many/ckpt.pt", *together]
     run.taken.close()
 
 
