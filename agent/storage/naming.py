@@ -36,12 +36,8 @@ _STEP = re.compile(
 )
 _PASS = re.compile(rf"{_WORD}(?:epochs?|ep)[-_=.]?{_DIGITS}(?![0-9])")
 _SAVE = re.compile(rf"{_WORD}(?:checkpoint|ckpt|chkpt|cp|snapshot|save|model|state)s?[-_=.]?{_DIGITS}(?![0-9.])")
-# Right behind the word, where an ending follows. Two networks are `model1.pt` and `model2.pt`.
-_GLUED = re.compile(
-    rf"{_WORD}(?:(?:checkpoint|ckpt|chkpt|snapshot)s?|(?:model|state)s?(?=[0-9]{{2}})){_DIGITS}(?![0-9.])"
-)
-# fairseq's names have the pass, then the steps. Few ranks have so large numbers.
-_PASS_AND_STEPS = re.compile(rf"checkpoint_{_DIGITS}_([0-9]{{3,15}})")
+# Right behind the word, where an ending follows. `model1.pt` and `model2.pt` are two networks, `model50.pt` has a size.
+_GLUED = re.compile(rf"{_WORD}(?:checkpoint|ckpt|chkpt|snapshot|model|state)s?(?=0[0-9]|[0-9]{{4}}){_DIGITS}(?![0-9.])")
 _BARE = re.compile(rf"(?:^|[-_=.]){_DIGITS}$")
 # What has a number and is no step.
 _PARTS = re.compile(
@@ -101,9 +97,6 @@ def number_of(name: str, *, directory: bool = False) -> int | None:
         directory: it names a directory: then there must be a word for what is counted, or nothing but the number.
     """
     text = _PARTS.sub("", name.lower())
-    stem = text if directory else _stem(text)
-    if (match := _PASS_AND_STEPS.fullmatch(stem)) and int(match[1]) < int(match[2]):
-        return int(match[2])
     for word in (_STEP, _PASS, _SAVE):
         if match := word.search(text):
             return int(match[1])
@@ -111,6 +104,7 @@ def number_of(name: str, *, directory: bool = False) -> int | None:
         return int(match[1])
     if directory:
         return int(name) if name.isascii() and name.isdecimal() and int(name) < LARGEST else None
+    stem = _stem(text)
     if _FLOAT.search(stem):
         return None  # a loss
     match = _GLUED.search(stem) or _BARE.search(stem.rstrip("-_=."))

@@ -246,16 +246,28 @@ def test_the_file_that_was_saved_last_is_the_one_beside_the_best(runs: Callable[
 
 
 @pytest.mark.slow
-def test_fairseqs_files_are_each_a_checkpoint(runs: Callable[..., Run]) -> None:
-    """All that it ever saved was one, which each save made larger, and a script that got a path got a directory."""
+def test_dinos_files_are_each_a_checkpoint(runs: Callable[..., Run]) -> None:
+    """All that it ever saved was one, which each save made larger."""
     run = runs("--resume", "${resume_path}")
-    for number, name in enumerate(("checkpoint1", "checkpoint2", "checkpoint3", "checkpoint_best", "checkpoint_last")):
-        save(run.directory / "e1" / f"{name}.pt")
-        os.utime(run.directory / "e1" / f"{name}.pt", (number, number))
+    for number, name in enumerate(("checkpoint0000", "checkpoint0020", "checkpoint0040", "checkpoint")):
+        save(run.directory / "e1" / f"{name}.pth")
+        os.utime(run.directory / "e1" / f"{name}.pth", (number, number))
     run.next()
     kept = run.sealed()
-    assert [one.path for one in kept.files] == ["checkpoint3.pt", "checkpoint_best.pt", "checkpoint_last.pt"]
-    assert run.next()[1:] == ("--resume", str(run.directory / kept.name / "checkpoint_last.pt"))
+    assert [one.path for one in kept.files] == ["checkpoint.pth", "checkpoint0040.pth"]
+    assert run.next()[1:] == ("--resume", str(run.directory / kept.name / "checkpoint.pth"))
+    run.taken.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["checkpoint{}_512.pt", "model50.pt", "checkpoint512.pt"])
+def test_a_size_in_a_files_name_hides_none_of_its_saves(runs: Callable[..., Run], name: str) -> None:
+    """It was the number of all of them, and nothing was taken behind the first."""
+    run = runs("--resume", "${resume_path}")
+    for number in range(1, 4):
+        run.next()
+        save(run.out / name.format(f"_{number}"), w=number)
+        assert name.format(f"_{number}") in [one.path for one in run.sealed().files]
     run.taken.close()
 
 
