@@ -1,6 +1,6 @@
 """Files that a script has put into the checkpoint that it resumed from.
 
-A script that gets `${resume_dir}` reads the run's own checkpoint. Some write there, too: a log, their settings, their
+A script that gets `${resume_dir}` reads the run's own checkpoint. Some write there, too: a log, pictures, their
 next checkpoint. Such a checkpoint would be found damaged, although nothing of it is lost.
 """
 
