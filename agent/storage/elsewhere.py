@@ -38,7 +38,7 @@ class Elsewhere:
         self._root, self._pattern, self._say = root, pattern, say
         self._over, self._next = False, 0.0
         # As it was when this epoch began: clocks of a volume need not agree with ours.
-        self._first: dict[str, FileState] | None = None
+        self._first: dict[str, tuple[int, int]] | None = None
 
     def look(self, before: Before | None) -> None:
         """Says once that the script saves there.
@@ -54,8 +54,10 @@ class Elsewhere:
         now = {} if self._over else self._data(directory)
         ended = time.monotonic()
         self._next = ended + max(_EVERY_SECONDS, _SHARE * (ended - began))
-        first = self._first = now if self._first is None else self._first
-        saved = [name for name, file in now.items() if file.size >= _LARGE_BYTES and first.get(name) != file]
+        if self._first is None:
+            self._first = {name: _contents(file) for name, file in now.items()}
+        large = [file for file in now.values() if file.size >= _LARGE_BYTES]
+        saved = [file.name for file in large if self._first.get(file.name) != _contents(file)]
         if saved:
             self._over = True
             self._say(
@@ -72,3 +74,8 @@ class Elsewhere:
         except (OSError, ValueError):  # what is wrong with an earlier epoch stops nothing
             self._over = True
             return {}
+
+
+def _contents(file: FileState) -> tuple[int, int]:
+    """What changes when it is written. FUSE mounts may give another inode to a file that nobody has touched."""
+    return file.size, file.written

@@ -1,0 +1,36 @@
+"""A look into an earlier epoch's directory takes no file for a new one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.storage import elsewhere
+from dalsegno.agent.storage.elsewhere import Elsewhere
+from dalsegno.agent.storage.taking import Before
+from dalsegno.elastic.checkpoint import CheckpointName, SavedAs
+
+NAME = str(CheckpointName(10, 1, 1))
+
+
+def test_a_file_that_only_has_another_inode_was_not_saved_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FUSE mounts give new ones to files that nobody touches."""
+    monkeypatch.setattr(elsewhere, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(elsewhere, "_SHARE", 0)
+    file = tmp_path / "e1" / "last.pt"
+    file.parent.mkdir()
+    file.write_bytes(bytes(1 << 20))
+    said: list[str] = []
+    looks, before = Elsewhere(tmp_path / "e2", "", said.append), Before(tmp_path / NAME, {}, SavedAs("", "last.pt"))
+    looks.look(before)
+    shutil.copy2(file, tmp_path / "copy")
+    number = file.stat().st_ino
+    (tmp_path / "copy").replace(file)
+    assert file.stat().st_ino != number
+    looks.look(before)
+    assert said == []
+    file.write_bytes(bytes(1 << 21))
+    looks.look(before)
+    assert len(said) == 1
