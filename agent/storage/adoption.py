@@ -258,10 +258,11 @@ class Adopter:
             Whether the file system allowed it.
         """
         self._undecided, self._vanished, self._calm, self._coming = False, False, True, False
-        began = time.monotonic()
         try:
             self._volume.check()
-            self._elsewhere.look(self._before)
+            if not self._interrupted:  # else seconds count
+                self._elsewhere.look(self._before)
+            began = time.monotonic()
             found = survey(self._root, self._pattern)
             every = [self._resume.beside(one, taken=one[0].series in self._numbers) for one in found.series()]
             series = [self._slots.arrange(members) for members in every if members]
