@@ -135,8 +135,9 @@ def choose(
         if latest is not None and latest.follows(one):
             continue
         least = taken if taken is not None else before
-        # The same name again is the same step. The same number in another file may be a coarse count, or its rest.
-        same = number == least and (unit.number is None or (taken is not None and one.has_more(known)))
+        # The same name again is the same step. A directory may get its rest later; files would be a unit that grows.
+        has_rest = taken is not None and unit.layout != FILES and one.has_more(known)
+        same = number == least and (unit.number is None or has_rest)
         if number is None or least is None or number > least or same:
             new.append((one, number))
     if not new:

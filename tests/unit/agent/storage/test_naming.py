@@ -34,7 +34,6 @@ from dalsegno.agent.storage.naming import (
         ("rl_model_1000_steps.zip", 1000),
         ("rl_model_replay_buffer_1000_steps.pkl", 1000),
         ("ppo_cartpole_10000_steps.zip", 10000),
-        ("a2c-2000iterations.zip", 2000),
         ("epoch_3_100_steps.pt", 3),
         ("loss_0.50_steps.pt", None),
         ("resnet_90_epochs.pt", None),

@@ -45,20 +45,15 @@ def test_composers_names_count_its_batches(tmp_path: Path) -> None:
     assert resumed.look() == ["ep0-ba300-rank0.pt"]
 
 
-def test_another_file_with_the_same_number_is_new(tmp_path: Path) -> None:
-    """The number may be a coarse count that stands in front of a finer one. The same file again is the same step."""
+def test_another_file_with_the_same_number_is_not_new(tmp_path: Path) -> None:
+    """All files of a number are one unit, which would grow with each, and be handed on as a directory."""
     run = Run(tmp_path)
-    for name in ("epoch0-n10.pt", "epoch0-n20.pt"):
-        for old in tmp_path.iterdir():
-            old.unlink()
-        states(tmp_path, name)
-        assert run.look() == [name]
-        assert run.look() == []
-    states(tmp_path, "epoch0-n20.pt")
+    states(tmp_path, "epoch=0-val_loss=0.53.ckpt")
+    assert run.look() == ["epoch=0-val_loss=0.53.ckpt"]
+    states(tmp_path, "epoch=0-val_loss=0.49.ckpt")
     assert run.look() == []
-    resumed = Run(tmp_path / "e2", run.numbers)
-    states(tmp_path / "e2", "epoch0-n5.pt")
-    assert resumed.look() == [], "a script that began anew has this number, too"
+    states(tmp_path, "epoch=1-val_loss=0.47.ckpt")
+    assert run.look() == ["epoch=1-val_loss=0.47.ckpt"]
 
 
 @pytest.mark.parametrize("job", ["20260501123", "202605011230", "20260501", "1714561234"])
