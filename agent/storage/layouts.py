@@ -18,7 +18,7 @@ from dalsegno.elastic.checkpoint.reading import read_regular, walk
 
 from .foreign import ACCELERATE, COUNTED, DEEPSPEED, DISTCP, FILES, NOTE_BYTES, TRANSFORMERS, Unit
 from .headers import is_archive, is_sound, number_in, was_ended
-from .naming import goes_on_from, is_data, ranks_of
+from .naming import goes_on_from, is_state, ranks_of
 
 __all__ = ["Complete", "FileState", "complete", "damaged", "is_torn", "number_of_file", "number_of_unit", "state_of"]
 
@@ -82,8 +82,8 @@ class Complete:
         return max((file.written for file in self.files), default=0)
 
     def has_more(self, known: Collection[str]) -> bool:
-        """Whether there is data under names that are not known; tables and pictures may come long after all data."""
-        return any(file.name not in known and is_data(file.name.rpartition("/")[2]) for file in self.files)
+        """Whether there are states under names that are not known; other data may come long after the save."""
+        return any(file.name not in known and is_state(file.name) for file in self.files)
 
 
 @dataclass(frozen=True)

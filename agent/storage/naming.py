@@ -18,6 +18,7 @@ __all__ = [
     "is_log",
     "is_pattern",
     "is_setting",
+    "is_state",
     "is_unfinished",
     "matches",
     "number_of",
@@ -58,6 +59,8 @@ _NO_DATA = re.compile(
     re.DOTALL,
 )
 _UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete")
+# Endings of what belongs to a save for sure. Samples and features may be arrays, tables or sounds.
+_STATES = frozenset(("pt", "pth", "bin", "ckpt", "safetensors", "pkl", "distcp"))
 # Endings of what a script may need to load a checkpoint.
 _SETTINGS = frozenset(("json", "yaml", "yml", "toml", "ini", "cfg", "txt", "py"))
 # Words in the names of those that are logs.
@@ -69,6 +72,11 @@ def is_data(name: str) -> bool:
     """Whether a file of this name may be a checkpoint, rather than a log, a note, or something under another name."""
     name = name.lower()
     return not (name.startswith(".") or "tfevents" in name or _NO_DATA.fullmatch(name))
+
+
+def is_state(path: str) -> bool:
+    """Whether a file's ending is one of those that frameworks give to what they save."""
+    return path.rpartition(".")[2].lower() in _STATES
 
 
 def is_unfinished(name: str) -> bool:

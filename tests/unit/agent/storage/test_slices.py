@@ -91,6 +91,15 @@ def test_saves_that_are_named_by_the_time(tmp_path: Path) -> None:
     assert survey(tmp_path / "e2").units[0].path == "0000002025"
 
 
+@pytest.mark.parametrize("late", ["s0.wav", "pred.npy", "features.npz", "a.mp4", "rows.parquet", "labels"])
+def test_what_comes_late_and_is_no_part_of_a_save(tmp_path: Path, late: str) -> None:
+    run = Run(tmp_path)
+    states(tmp_path / "epoch_1", "model.pt")
+    assert run.look() == ["epoch_1/model.pt"]
+    (tmp_path / "epoch_1" / late).write_bytes(b"x")
+    assert run.look() == []
+
+
 def test_a_directory_that_gets_its_optimizer_late_is_taken_again(tmp_path: Path) -> None:
     """As FSDP gathers the optimizer's state, no file changes. Pictures and tables come late, too, and are no data."""
     run = Run(tmp_path)
