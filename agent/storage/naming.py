@@ -32,9 +32,9 @@ LARGEST = 10**15
 _DIGITS = "0*([0-9]{1,15})"
 # Behind a letter that is no part of the word there would be another word.
 _WORD = "(?:^|(?<=[^a-z])|(?<=[0-9]))"
-_STEP = re.compile(
-    rf"{_WORD}(?:global[-_]?)?(?:steps?|iter(?:ation)?s?|it|updates?|ba(?:tch)?)[-_=.]?{_DIGITS}(?![0-9])"
-)
+_STEP = re.compile(rf"{_WORD}(?:global[-_]?)?(?:steps?|iter(?:ation)?s?|it|updates?|batch)[-_=.]?{_DIGITS}(?![0-9])")
+# Composer's, in files only: directories are named by hashes, which have such letters, too.
+_BATCH = re.compile(rf"(?<![a-z0-9])ba{_DIGITS}(?![a-z0-9])")
 _PASS = re.compile(rf"{_WORD}(?:epochs?|ep)[-_=.]?{_DIGITS}(?![0-9])")
 _SAVE = re.compile(rf"{_WORD}(?:checkpoint|ckpt|chkpt|cp|snapshot|save|model|state)s?[-_=.]?{_DIGITS}(?![0-9.])")
 # Right behind the word, where an ending follows. `model1.pt` and `model2.pt` are two networks, `model50.pt` has a size.
@@ -105,7 +105,7 @@ def number_of(name: str, *, directory: bool = False) -> int | None:
         directory: it names a directory: then there must be a word for what is counted, or nothing but the number.
     """
     text = _PARTS.sub("", name.lower())
-    for word in (_STEP, _PASS, _SAVE):
+    for word in (_STEP, *(() if directory else (_BATCH,)), _PASS, _SAVE):
         if match := word.search(text):
             return int(match[1])
     if not directory and (match := _COUNTED.search(text)):
@@ -129,7 +129,7 @@ def ranks_of(names: Iterable[str]) -> set[int]:
 def counts_progress(name: str) -> bool:
     """Whether a file's name has a word for steps or passes at its number, which is no rank's then."""
     text = _PARTS.sub("", name.lower())
-    return any(word.search(text) for word in (_STEP, _PASS))
+    return any(word.search(text) for word in (_STEP, _BATCH, _PASS))
 
 
 def series_of(path: str) -> str:

@@ -56,6 +56,14 @@ def test_another_file_with_the_same_number_is_not_new(tmp_path: Path) -> None:
     assert run.look() == ["epoch=1-val_loss=0.47.ckpt"]
 
 
+def test_saves_in_a_directory_that_is_named_by_a_hash(tmp_path: Path) -> None:
+    """Such a name is no number, so each save in it is one by itself."""
+    run = Run(tmp_path)
+    for epoch in (1, 2):
+        states(tmp_path / "1ba2c3d4", f"epoch_{epoch}.pt")
+        assert run.look() == [f"1ba2c3d4/epoch_{epoch}.pt"]
+
+
 @pytest.mark.parametrize("job", ["20260501123", "202605011230", "20260501", "1714561234"])
 def test_a_directory_that_is_named_by_the_time_holds_checkpoints(tmp_path: Path, job: str) -> None:
     """LAVIS makes one for each job. It is no step, though it has nothing but digits."""
