@@ -50,8 +50,9 @@ _RANK = re.compile(rf"{_WORD}(?:rank|proc(?:ess)?)[-_=.]?([0-9]{{1,9}})")
 _FLOAT = re.compile(r"[0-9]+\.[0-9]+(?:e[-+]?[0-9]+)?")
 _VERSION = re.compile(r"-v[0-9]+(?=\.[A-Za-z]+$)")
 _ANY = re.compile("[0-9]+")
-# In front of the word. A number of passes there is rather that of a whole training.
-_COUNTED = re.compile(rf"(?<![0-9.]){_DIGITS}[-_]?(?:steps?|iter(?:ation)?s?)(?![a-z0-9])")
+# In front of the word. A number of passes there is rather that of a whole training, and a small one is a setting
+# (`student_4_steps.pt`).
+_COUNTED = re.compile(r"(?<![0-9.])0*([0-9]{3,15})[-_](?:steps?|iter(?:ation)?s?)(?![a-z0-9])")
 # Logs, settings, pictures, notes; and what is being written.
 _NO_DATA = re.compile(
     r".+\.(?:txt|log|out|err|jsonl?|csv|tsv|ya?ml|toml|ini|cfg|md|rst|html|pyc?|sh|png|jpe?g|gif|svg|pdf|wandb|te?mp"
