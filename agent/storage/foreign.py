@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dalsegno.elastic.checkpoint.errors import printable
 
-from .naming import is_data, is_setting, matches, number_of, series_of, unversioned
+from .naming import counts_progress, is_data, is_setting, matches, number_of, series_of, unversioned
 
 __all__ = [
     "ACCELERATE",
@@ -57,6 +57,7 @@ _RANDOM_STATES = re.compile(r"random_states_[0-9]{1,9}\.pkl")
 _DISTCP_FILE = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 # Nothing but digits, and no step: a date, also with a time behind it, or seconds since 1970.
 _TIME = re.compile(r"20[0-9]{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])[0-9]*|[1-9][0-9]{9,}")
+_CHECKPOINT_FILE = re.compile("checkpoint|ckpt")
 _KEPT = re.compile(r"(?<![a-z])(?:best|last|latest)(?![a-z])")
 
 
@@ -239,12 +240,20 @@ def _newest(directories: Sequence[str]) -> list[str]:
 
 
 def _is_place(name: str, inside: _Names) -> bool:
-    """Whether a directory that is named by the time is no checkpoint: what is in it has numbers, or is a best one."""
+    """Whether a directory that is named by the time is no checkpoint: what is in it are several, or a best one.
+
+    Numbers of files that are not named for progress or checkpoints may be those of ranks (`model_0.pt`).
+    """
     if not _TIME.fullmatch(name):
         return False
     data = [entry.name for entry in inside.files if is_data(entry.name)]
-    numbers = (*map(number_of, data), *(number_of(one, directory=True) for one in inside.directories))
-    return any(number is not None for number in numbers) or any(_KEPT.search(file.lower()) for file in data)
+    numbers = (number_of(one, directory=True) for one in inside.directories)
+    return any(number is not None for number in numbers) or any(map(_is_checkpoint, data))
+
+
+def _is_checkpoint(file: str) -> bool:
+    of_its_own = counts_progress(file) or (_CHECKPOINT_FILE.match(file.lower()) and number_of(file) is not None)
+    return bool(of_its_own or _KEPT.search(file.lower()))
 
 
 def _is_note(entry: os.DirEntry[str]) -> bool:

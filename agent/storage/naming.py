@@ -130,7 +130,7 @@ def ranks_of(names: Iterable[str]) -> set[int]:
 def counts_progress(name: str) -> bool:
     """Whether a file's name has a word for steps or passes at its number, which is no rank's then."""
     text = _PARTS.sub("", name.lower())
-    return any(word.search(text) for word in (_STEP, _BATCH, _PASS))
+    return any(word.search(text) for word in (_STEP, _BATCH, _PASS, _COUNTED))
 
 
 def series_of(path: str) -> str:

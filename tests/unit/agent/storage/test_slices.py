@@ -99,6 +99,30 @@ def test_saves_that_are_named_by_the_time(tmp_path: Path) -> None:
     assert survey(tmp_path / "e2").units[0].path == "0000002025"
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("model_0.pt", "model_1.pt"),
+        ("model.pt", "optim.pt", "rng_state_0.pth", "rng_state_1.pth"),
+        ("0.bin", "1.bin"),
+    ],
+)
+def test_saves_that_are_named_by_the_time_have_files_of_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Only words of progress tell that such a directory holds several checkpoints."""
+    run = Run(tmp_path)
+    for time in ("20260501123000", "20260501123500"):
+        states(tmp_path / time, *names)
+        assert run.look() == [f"{time}/{name}" for name in names]
+
+
+@pytest.mark.parametrize("name", ["epoch_{}.pth", "ppo_{}00_steps.zip", "ckpt{}0000.pt"])
+def test_words_of_progress_tell_that_it_holds_several(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path)
+    for number in (1, 2):
+        states(tmp_path / "20260501123000", name.format(number))
+        assert run.look() == [f"20260501123000/{name.format(number)}"]
+
+
 @pytest.mark.parametrize("late", ["s0.wav", "pred.npy", "features.npz", "a.mp4", "rows.parquet", "labels"])
 def test_what_comes_late_and_is_no_part_of_a_save(tmp_path: Path, late: str) -> None:
     run = Run(tmp_path)
