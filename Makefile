@@ -54,7 +54,7 @@ COMPILED := $(PY) -c 'import torch._dynamo, deepspeed' >/dev/null 2>&1 || $(PY) 
 # It runs outside the checkout's root, so that Python finds nothing in the current directory.
 PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WHEEL="$$(echo $(CURDIR)/build/wheel/*.whl)" \
 	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
-	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal --durations=15 $(CURDIR)/tests
+	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal --durations=60 $(CURDIR)/tests
 
 .PHONY: help install check test test-all test-torch test-kind demo demo-relay simulate fuzz bench test-gpu bench-gpu lint format protos manifests wheel tools farm clean
 

@@ -266,6 +266,7 @@ def test_a_save_that_its_master_did_not_see_is_not_called_done(tmp_path: Path) -
         agent.channel.close()
 
 
+@pytest.mark.full
 def test_what_happened_to_a_job_whose_own_master_is_gone_is_on_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

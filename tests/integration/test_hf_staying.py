@@ -35,6 +35,7 @@ FULLY = [pytest.param(where, marks=pytest.mark.full) for where in ("backward", "
 IN_MEMORY = (*AT_ONCE, "--memory-replicas=1")
 
 
+@pytest.mark.full
 def test_who_stays_trains_on_through_joins_and_leaves(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """2 to 3 nodes and back: nobody who stays starts anew, and what the Trainer saves is its own as ever."""
     job, first = two_of_three(clusters, training=training("--stay", "--evaluate-every=10"))

@@ -87,7 +87,9 @@ def test_a_worker_killed_before_it_gave_its_gradients(jobs: Clusters) -> None:
     assert len(logs[0]) == STEPS // 7
 
 
-@pytest.mark.parametrize("every", [STEPS // 2, pytest.param(STEPS, id="the last step's")])
+@pytest.mark.parametrize(
+    "every", [pytest.param(STEPS // 2, marks=pytest.mark.full), pytest.param(STEPS, id="the last step's")]
+)
 def test_a_node_killed_in_an_evaluation(jobs: Clusters, undisturbed: Undisturbed, every: int) -> None:
     """The next world makes it, with the save that comes behind it: no checkpoint is missing, and the best one stays."""
     one = training(f"--evaluate-every={every}", every=every)

@@ -69,6 +69,7 @@ def test_a_killed_node_is_named_and_its_quick_steps_are_counted(clusters: Callab
     assert not [line for line in lines if "exited with code" in line or "at least" in line]
 
 
+@pytest.mark.full
 def test_a_worker_killed_while_a_trainer_resumes_costs_one_start(
     clusters: Callable[..., Cluster], undisturbed: Undisturbed
 ) -> None:

@@ -299,6 +299,7 @@ gather()
 """
 
 
+@pytest.mark.full
 def test_a_script_that_ends_behind_a_collective_succeeds(programs: Programs) -> None:
     """A thread of gloo's that still holds its tensors would abort the process, in about half of these runs."""
     script = programs.directory / "script.py"

@@ -68,6 +68,7 @@ def test_a_script_without_a_master(tmp_path: Path) -> None:
     assert kept(tmp_path) == []
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("of_this_machine")
 def test_a_job_whose_world_changes(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """It goes on from files that were written over, behind a join and a kill, and leaves none of them behind."""
