@@ -15,14 +15,13 @@ from .foreign import shown, survey
 from .layouts import FileState
 from .present import files_of
 from .taking import Before, save_directory
+from .untaken import LARGE_BYTES
 
 __all__ = ["Elsewhere"]
 
 # Seconds between two looks, and how many times what one takes: an earlier epoch may have saved much.
 _EVERY_SECONDS = 10.0
 _SHARE = 10
-# The least bytes of a file that tells.
-_LARGE_BYTES = 1 << 20
 
 
 class Elsewhere:
@@ -56,7 +55,7 @@ class Elsewhere:
         self._next = ended + max(_EVERY_SECONDS, _SHARE * (ended - began))
         if self._first is None:
             self._first = {name: _contents(file) for name, file in now.items()}
-        large = [file for file in now.values() if file.size >= _LARGE_BYTES]
+        large = [file for file in now.values() if file.size >= LARGE_BYTES]
         saved = [file.name for file in large if self._first.get(file.name) != _contents(file)]
         if saved:
             self._over = True
