@@ -98,7 +98,7 @@ class Adopter:
         self._best: BestWatch | None = None
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
         self._root, self._pattern = save_directory(run_dir, world.epoch), pattern
-        self._elsewhere = Elsewhere(self._root, pattern, lambda text: self._deliver(ev.Remark(text)))
+        self._elsewhere = Elsewhere(self._root, pattern, self._say)
         self._volume = VolumeCheck(run_dir)
         self._resumed_step = self._step = world.resume.source.step if world.HasField("resume") else 0
         self._before, self._resume = before, Resumed(self._root, before)
@@ -115,7 +115,7 @@ class Adopter:
         self._stands: dict[str, tuple[tuple[FileState, ...], float]] = {}
         self._lacks: dict[str, tuple[object, float]] = {}
         self._since: float | None = None
-        self._untaken = Untaken(self._root, pattern, lambda text: self._deliver(ev.Remark(text)))
+        self._untaken = Untaken(self._root, pattern, self._say)
         self._beside = Beside(self._root)
         self._halves = Halves(self._root, PATIENCE_LOOKS * LOOK_EVERY_SECONDS)
         self._said: set[str] = set()
@@ -212,7 +212,7 @@ class Adopter:
         if self._rule is not None:
             sealed = self._late.sealed if self._late is not None else ""
             own = self._rule, self._run_dir, self._world, sealed
-            self._best = BestWatch(*own, lambda text: self._deliver(ev.Remark(text)))
+            self._best = BestWatch(*own, self._say)
         self._note(self._known.values())
         old_saves.remove(self._run_dir, self._world.epoch, self._keep)
         self._volume.measure()
@@ -435,7 +435,7 @@ class Adopter:
         self._said &= {_BEGAN_ANEW}
         self._tell_sealed(manifest)
         if anew and self._late is None and (text := self._resume.how_anew(anew)):
-            self._deliver(ev.Remark(text))
+            self._say(text)
         with self._news:
             # One behind the answer is enough: some scripts save all the time.
             self._at_rest = self._met
@@ -470,6 +470,9 @@ class Adopter:
         if all(self._known.get(file.name) == file for file in one.files):
             return self._numbers.get(one.unit.series, self._resumed.get(one.unit.series))
         return number_of_unit(self._root, one)
+
+    def _say(self, text: str) -> None:
+        self._deliver(ev.Remark(text))
 
     def _tell_of_restless(self, piece: SaveSlice) -> None:
         self._complain(

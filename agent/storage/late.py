@@ -56,11 +56,14 @@ def take_late(
         seconds: what it may take.
         since: see `Late`.
     """
-    deadline = time.monotonic() + seconds
+    deadline, root = time.monotonic() + seconds, save_directory(run_dir, world.epoch)
     for pause in (*_PAUSES_SECONDS, None):
         last = pause is None or time.monotonic() + pause > deadline
         try:
-            adopter = _adopter(run_dir, world, origin, deliver, pattern, best, since, last=last)
+            if not is_directory(root):
+                return  # the script had none in that epoch
+            before, late = _left_off(run_dir, world, root, since, last=last)
+            adopter = Adopter(run_dir, world, origin, deliver, pattern, before, best=best, late=late)
             break
         except OSError as error:
             if pause is None or last or time.monotonic() > deadline:
@@ -74,34 +77,22 @@ def take_late(
                 return
             logger.info("what the script saved last in epoch %d is looked for again: %s", world.epoch, error)
         time.sleep(pause)  # why: no event tells when a file system works again
-    if adopter is not None:
-        try:
-            settled(adopter, deadline - time.monotonic(), ended_well=False)
-        finally:
-            adopter.close()
+    try:
+        settled(adopter, deadline - time.monotonic(), ended_well=False)
+    finally:
+        adopter.close()
 
 
-def _adopter(
-    run_dir: Path,
-    world: control_pb2.World,
-    origin: Origin,
-    deliver: Callable[[ev.Event], None],
-    pattern: str,
-    best: BestRule | None,
-    since: int,
-    *,
-    last: bool,
-) -> Adopter | None:
-    """Looks where the first node has left off; None: the script had no directory in that epoch.
+def _left_off(
+    run_dir: Path, world: control_pb2.World, root: Path, since: int, *, last: bool
+) -> tuple[Before | None, Late]:
+    """Where the first node has left off, see `Adopter`.
 
     With the `last` try a checkpoint that cannot be read does not count, as a damaged one.
 
     Raises:
         OSError: the file system says no.
     """
-    root = save_directory(run_dir, world.epoch)
-    if not is_directory(root):
-        return None
     sealed = _newest_sealed(run_dir, world.epoch, last)
     step = world.resume.source.step if world.HasField("resume") else 0
     newest = sealed
@@ -119,8 +110,7 @@ def _adopter(
     name = sealed.name if sealed is not None else ""
     # By its manifest: the script may have deleted it.
     others = sealed is not None and any(is_of_another(entry.path) for entry in sealed.files)
-    late = Late(step, numbers, _now(root), time.monotonic(), since, latest, name, others)
-    return Adopter(run_dir, world, origin, deliver, pattern, before, best=best, late=late)
+    return before, Late(step, numbers, _now(root), time.monotonic(), since, latest, name, others)
 
 
 def _now(root: Path) -> int:

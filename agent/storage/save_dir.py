@@ -73,8 +73,8 @@ def prepare(run_dir: Path, world: control_pb2.World, saved: Manifest | None = No
     directory = save_directory(run_dir, world.epoch)
     directory.mkdir(parents=True, exist_ok=True)
     saved_as = None if saved is None else saved.saved_as
-    of_others = saved is not None and saved_as is not None and saved.shape.strategy != DEEPSPEED
-    if world.HasField("resume") and not of_others and (saved_as is None or saved_as.below):
+    leads = saved is None or saved_as is None or (saved_as.below and saved.shape.strategy == DEEPSPEED)
+    if world.HasField("resume") and leads:
         # `latest` holds a tag, which DeepSpeed appends to the directory as a path: a way out of the directory. It is of
         # this epoch only, and the next epoch's agents make their own, so nothing has to survive a power cut.
         place = directory / (Path(saved_as.below).parent if saved_as is not None else "")
